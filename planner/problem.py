@@ -1,0 +1,104 @@
+"""Trace + Calibration -> Problem: the integers that the solver works with.
+
+A region takes exactly one configuration. Risk is an integer in units of 1e-12 (squared relative error of the
+complete update's gradient), rounded up, so that the solver's row and the verifier agree exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RISK_SCALE = 10**12
+
+
+@dataclass(frozen=True, slots=True)
+class UnitChoice:
+    """A unit's mode inside a configuration. ``name`` is relative to its region."""
+
+    name: str
+    mode: str
+    codec: str | None
+    dead: bool
+    dead_if_demoted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """An assignment of modes to all units of a region, with everything that follows from it.
+
+    ``retained_bytes``, ``forward_bytes``, ``backward_bytes`` as in trace.KeepSet, L included.
+    ``demoted_backward_bytes``: ``backward_bytes`` when every L unit runs as R.
+    ``extra_ns``: replay, encode and decode time (0 for a held region); ``demoted_extra_ns`` when demoted.
+    ``lossy_units``: how many units are at L (ties are broken towards fewer).
+    """
+
+    hold: bool
+    units: tuple[UnitChoice, ...]
+    retained_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    demoted_backward_bytes: int
+    extra_ns: int
+    demoted_extra_ns: int
+    lossy_units: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionProblem:
+    """One region's choices. ``risk[k]`` belongs to ``configurations[k]``; ``gradient_bytes`` appear in backward."""
+
+    name: str
+    configurations: tuple[Configuration, ...]
+    risk: tuple[int, ...]
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One regime of one length bucket.
+
+    Memory events, in order: forward of region i; head; backward of region i from last to first; tail; optimizer.
+    ``base_bytes`` = fixed + what is live before the first region. ``constant_ns`` = forward + head + backward +
+    optimizer: the step time without replays and codecs.
+    """
+
+    regions: tuple[RegionProblem, ...]
+    base_bytes: int
+    head_bytes: int
+    head_left_bytes: int
+    tail_bytes: int
+    optimizer_bytes: int
+    constant_ns: int
+    budget_bytes: int
+    risk_limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """``status``: optimal | feasible | infeasible | unknown. ``choice[r]`` indexes region r's configurations.
+
+    ``bound_ns``: proven lower bound of ``extra_ns``. ``smallest_budget_bytes``: exact, where infeasible.
+    """
+
+    status: str
+    choice: tuple[int, ...]
+    extra_ns: int
+    bound_ns: int
+    greedy_choice: tuple[int, ...]
+    greedy_extra_ns: int
+    smallest_budget_bytes: int
+    wall_s: float
+    solver: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What the event simulator found for one choice, in plain integers."""
+
+    peak_bytes: int
+    peak_event: str
+    extra_ns: int
+    step_ns: int
+    risk: int
+    demoted_peak_bytes: int
+    demoted_step_ns: int

@@ -1,0 +1,199 @@
+"""The Trace: all that `trace` measured of one actor, and all that `solve` knows of it. One JSON file.
+
+Bytes are allocated storage bytes on one GPU, times are nanoseconds on the device of the run. Unit names inside a
+region class are relative to the region ("mlp.gate_proj", "self_attn:attention"); a plan joins them to the region's
+name ("model.layers.17" + "." + "mlp.gate_proj").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+TRACE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CodecCost:
+    """One codec offered to one unit."""
+
+    codec: str
+    payload_bytes: int
+    encode_ns: int
+    decode_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTrace:
+    """One unit of a region class, in forward order.
+
+    ``kind`` is its risk family: q, k, v, o, gate, up, down, qkv, gate_up, attention or linear.
+    ``output_bytes``: the storage that H keeps; ``rest_bytes``: what its own autograd keeps beside its inputs, its
+    output and parameters (log-sum-exp, masks), kept with H and with L.
+    The four ``feeds``/``saves`` fields are the liveness graph with the glue contracted away:
+    ``feeds`` units whose inputs its output reaches through glue alone; ``feeds_saved`` its output is, or reaches
+    through glue alone, a tensor that autograd saves outside of units; ``saves_inputs`` its own autograd saves its
+    inputs (trainable weight, attention); ``saves_own`` its own autograd saves its output or other results of
+    running it (attention).
+    ``keepable`` is False, with ``reason``, where its output is changed in place inside the region.
+    """
+
+    name: str
+    kind: str
+    run_ns: int
+    output_bytes: int
+    rest_bytes: int
+    feeds: tuple[str, ...]
+    feeds_saved: bool
+    saves_inputs: bool
+    saves_own: bool
+    keepable: bool
+    reason: str
+    codecs: tuple[CodecCost, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSet:
+    """What one set of kept (H) units costs in memory, measured by the runtime itself under fake tensors.
+
+    ``retained_bytes``: alive after the region's forward because of this region (its input boundary and kept outputs
+    with their rest; not its output, which is the next region's boundary).
+    ``forward_bytes``: highest live bytes during the region's forward beyond what was live before it.
+    ``backward_bytes``: highest live bytes during the region's replay and backward beyond what was live when its
+    backward began (when its retained bytes and the incoming gradient were live already).
+    A unit at L keeps its payload and its rest instead of its output, and adds its decoded output to
+    ``backward_bytes``.
+    """
+
+    kept: tuple[str, ...]
+    retained_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionClass:
+    """Regions with the same structure, shapes and dtypes.
+
+    ``keep_sets`` holds the subsets of keepable units that can be worth a decision, always among them the empty one.
+    ``hold`` is the held region (``kept`` then names all units). ``gc`` is Hugging Face's checkpointing, which also
+    runs dead calls: the reference point, never a choice.
+    ``replay_fixed_ns``: a replay in which no unit runs (glue, bookkeeping). ``gc_replay_ns``: one of GC.
+    """
+
+    name: str
+    units: tuple[UnitTrace, ...]
+    keep_sets: tuple[KeepSet, ...]
+    hold: KeepSet
+    gc: KeepSet
+    forward_ns: int
+    backward_ns: int
+    replay_fixed_ns: int
+    gc_replay_ns: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionTrace:
+    """One region in forward order: ``name`` without wrapper prefix, ``class_index`` into the bucket's classes."""
+
+    name: str
+    class_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """All that is in no region.
+
+    ``before_bytes``: alive from before the first region until the end of backward beside boundaries (inputs, masks,
+    rotary tables, embedding's saved tensors). ``head_bytes``: highest live bytes during final norm, lm_head,
+    log-probabilities, loss and their backward, beyond what was live after the last region's forward.
+    ``head_left_bytes``: what the head still holds when the last region's backward begins (incoming gradient and
+    the head's parameter gradients). ``tail_bytes``: the same as ``head_bytes`` for the backward of what lies before
+    the first region. ``optimizer_bytes``: highest live bytes during the optimizer step beyond ``fixed``.
+    """
+
+    before_bytes: int
+    head_bytes: int
+    head_left_bytes: int
+    tail_bytes: int
+    optimizer_bytes: int
+    forward_ns: int
+    backward_ns: int
+    optimizer_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Live during the whole update."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_state_bytes: int
+    other_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_state_bytes + self.other_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One length bucket: ``tokens`` per row (prompt and response), ``rows`` per microbatch."""
+
+    tokens: int
+    rows: int
+    classes: tuple[RegionClass, ...]
+    regions: tuple[RegionTrace, ...]
+    outside: Outside
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRisk:
+    """Squared relative error of the complete update's gradient when this unit of this region alone is at L."""
+
+    region: str
+    unit: str
+    codec: str
+    kappa2: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Risk and exposure, measured (``calibrated``) or from the prior of planner/prior.py.
+
+    ``psi_reference``: root mean square of microbatch exposures in one update, weighted by token share. A plan for
+    exposures up to psi may have kappa <= delta * delta_star * psi_reference / psi (docs/design.md, "Risk").
+    ``psi_edges``: upper ends of the regimes low, mid, high; ``frequencies``: how often calibration saw null, low,
+    mid, high. ``interaction``: measured factor on the quadrature sum (of errors, not of squares).
+    """
+
+    calibrated: bool
+    source: str
+    delta_star: float
+    confidence: float
+    psi_reference: float
+    psi_edges: tuple[float, float, float]
+    frequencies: tuple[float, float, float, float]
+    interaction: float
+    risks: tuple[UnitRisk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The trace file. ``card_bytes`` 0 where the device has no card (cpu). ``notes``: what the user should know."""
+
+    trace_version: int
+    name: str
+    spec: dict[str, Any]
+    fingerprint: dict[str, Any]
+    device: str
+    estimated: bool
+    card_bytes: int
+    fixed: Fixed
+    buckets: tuple[Bucket, ...]
+    calibration: Calibration
+    time_spread: float
+    notes: tuple[str, ...]
+    versions: dict[str, str]
+    created_at: str

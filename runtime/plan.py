@@ -1,0 +1,130 @@
+"""The plan file: schema (version 1), strict loading, atomic saving of a whole set.
+
+A plan says, for one exposure regime and one length bucket, what each unit of each region does. pydantic validates the
+file; the runtime works with the frozen dataclasses below.
+"""
+
+from __future__ import annotations
+
+import glob as globlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from hilore.runtime.errors import PlanFileError
+
+SCHEMA_VERSION = 1
+REGIME_LABELS = ("null", "low", "mid", "high")
+
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    """One unit's mode. ``codec`` is set exactly when ``mode`` is ``"L"``.
+
+    ``dead``: no dropped saved tensor needs this call in a replay under this plan, so a replay leaves it out.
+    ``dead_if_demoted``: the same when every L unit of the plan runs as R.
+    """
+
+    __pydantic_config__ = _STRICT  # noqa: RUF012
+
+    name: str
+    mode: Literal["H", "L", "R"]
+    codec: str | None
+    dead: bool
+    dead_if_demoted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPlan:
+    """One region; ``hold`` means no replay at all (then every unit is H)."""
+
+    __pydantic_config__ = _STRICT  # noqa: RUF012
+
+    name: str
+    hold: bool
+    units: tuple[UnitPlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """An interval of normalised exposure: ``exposure_low < psi <= exposure_high`` (``null``: psi = 0)."""
+
+    __pydantic_config__ = _STRICT  # noqa: RUF012
+
+    label: Literal["null", "low", "mid", "high"]
+    exposure_low: float
+    exposure_high: float
+    frequency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the verifier recomputed from the modes. ``risk``: predicted relative error of the update's gradient."""
+
+    __pydantic_config__ = _STRICT  # noqa: RUF012
+
+    peak_bytes: int
+    peak_event: str
+    step_ns: int
+    gc_step_ns: int
+    gc_peak_bytes: int
+    no_gc_step_ns: int
+    no_gc_peak_bytes: int
+    risk: float
+
+
+@dataclass(frozen=True, slots=True)
+class SolverReport:
+    """How the plan was found. ``gap`` = (objective - bound) / predicted step time."""
+
+    __pydantic_config__ = _STRICT  # noqa: RUF012
+
+    name: str
+    status: str
+    objective_ns: int
+    bound_ns: int
+    gap: float
+    wall_s: float
+    greedy_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One plan file. ``loss`` holds the loss's kind and options; ``length_bucket`` is tokens per row."""
+
+    __pydantic_config__ = _STRICT  # noqa: RUF012
+
+    schema_version: int
+    set_id: str
+    name: str
+    loss: dict[str, Any]
+    regime: Regime
+    budget_bytes: int
+    margin_bytes: int
+    delta: float
+    delta_star: float
+    calibrated: bool
+    predicted: Predicted
+    length_bucket: int
+    regions: tuple[RegionPlan, ...]
+    solver: SolverReport
+    fingerprint: dict[str, Any]
+    provenance: dict[str, Any]
+    path: str = field(default="", compare=False)
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        return tuple(unit.name for region in self.regions for unit in region.units)
+
+    def count(self, mode: str) -> int:
+        """How many units have ``mode`` ("H", "L" or "R")."""
+        return sum(unit.mode == mode for region in self.regions for unit in region.units)
