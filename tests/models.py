@@ -133,10 +133,14 @@ def gemma2_tiny(attention: str = "eager", seed: int = 0, dtype: torch.dtype = to
                 **changes: Any) -> nn.Module:
     """Attention ``eager`` is Gemma2's own default.
 
-    transformers refuses to build Gemma2 with ``sdpa`` (which has no soft capping), but runs it when the setting is
-    changed afterwards; ``attention="sdpa"`` does that.
+    transformers refuses to build Gemma2 with ``sdpa``, which has no soft capping of scores. It runs without the
+    capping when the setting is changed afterwards: that is what ``attention="sdpa"`` gives.
     """
-    sizes = {"head_dim": HIDDEN // HEADS, "query_pre_attn_scalar": HIDDEN // HEADS, "sliding_window": 8}
+    sizes: dict[str, Any] = {
+        "head_dim": HIDDEN // HEADS, "query_pre_attn_scalar": HIDDEN // HEADS, "sliding_window": 8,
+    }
+    if attention != "eager":
+        sizes["attn_logit_softcapping"] = None
     model = causal_lm("gemma2", seed=seed, dtype=dtype, attention="eager", **(sizes | changes))
     if attention != "eager":
         model.config._attn_implementation = attention
