@@ -1,0 +1,78 @@
+"""Checks of model.yaml that need several keys at once; planner/spec.py has checked each key alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from typing import Any
+
+from hilore.planner.spec_config import config_problems
+from hilore.planner.spec_types import Batch, CalibrationSpec, ModelSource, Parallel, Precision
+from hilore.planner.yaml_lines import Document, Problem
+
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def combined_problems(values: dict[str, Any], document: Document) -> list[Problem]:
+    """What only several keys together can get wrong. Sections that already have problems are None here."""
+    problems: list[Problem] = []
+    model, batch, calibration = values["model"], values["batch"], values["calibration"]
+    precision, parallel, adapter = values["precision"], values["parallel"], values["adapter"]
+    if model is not None:
+        problems.extend(_model_problems(model, document))
+    if batch is not None:
+        problems.extend(_bucket_problems(batch, document))
+    if calibration is not None:
+        problems.extend(_confidence_problems(calibration, document))
+    if precision is not None and parallel is not None:
+        problems.extend(_precision_problems(precision, parallel, document))
+    if adapter is not None and adapter.kind == "lora":
+        for key in ("rank", "alpha"):
+            if getattr(adapter, key) == 0:
+                problems.append(
+                    Problem(document.line("adapter", key), f"adapter.{key} must be greater than 0, found 0")
+                )
+    return problems
+
+
+def _model_problems(model: ModelSource, document: Document) -> list[Problem]:
+    if model.source == "hf-config":
+        return config_problems(model.config, document)
+    if model.source == "python" and not _FACTORY.fullmatch(model.factory):
+        line = document.line("model", "factory")
+        return [Problem(line, f"model.factory must be 'package.module:function', found '{model.factory}'")]
+    given = {"hf": model.path, "package": model.package, "python": model.factory}[model.source]
+    return [] if given else [Problem(document.line("model"), f"model names no {model.source} to load")]
+
+
+def _bucket_problems(batch: Batch, document: Document) -> list[Problem]:
+    line = document.line("batch", "length_buckets")
+    buckets = batch.length_buckets
+    longest = batch.prompt_tokens + batch.response_tokens
+    if not buckets or list(buckets) != sorted(set(buckets)):
+        return [Problem(line, f"batch.length_buckets must ascend, found {list(buckets)}")]
+    if buckets[-1] != longest:
+        text = f"the last of batch.length_buckets is {buckets[-1]}, but the longest row has {longest} tokens"
+        return [Problem(line, f"{text} (prompt_tokens + response_tokens)")]
+    return []
+
+
+def _confidence_problems(calibration: CalibrationSpec, document: Document) -> list[Problem]:
+    confidence, count = Fraction(str(calibration.confidence)), calibration.microbatches
+    if confidence <= Fraction(count, count + 1):
+        return []
+    needed = math.ceil(confidence / (1 - confidence))
+    text = f"{count} microbatches carry a confidence of at most {count}/{count + 1}, not {calibration.confidence}"
+    line = document.line("calibration", "confidence")
+    return [Problem(line, f"{text}; it needs calibration.microbatches of at least {needed}")]
+
+
+def _precision_problems(precision: Precision, parallel: Parallel, document: Document) -> list[Problem]:
+    line = document.line("precision", "compute")
+    if precision.autocast and precision.compute == "float32":
+        return [Problem(line, "precision.compute float32 with autocast: true does nothing; name the autocast dtype")]
+    if not precision.autocast and parallel.kind == "none" and precision.compute != precision.params:
+        text = f"precision.compute {precision.compute} differs from params {precision.params}"
+        return [Problem(line, f"{text}; set autocast: true, or make them equal")]
+    return []

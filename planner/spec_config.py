@@ -1,0 +1,64 @@
+"""Check of ``model.config`` (source hf-config) against the configuration classes of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from hilore.planner.spec_rules import SAID_ELSEWHERE, close_match, unknown_key
+from hilore.planner.yaml_lines import Document, Problem
+
+# Read by transformers' models or rope code though no configuration class declares them as fields.
+_UNDECLARED = ("model_type", "head_dim", "rope_theta", "rope_scaling", "partial_rotary_factor")
+
+
+def config_problems(config: dict[str, Any], document: Document) -> list[Problem]:
+    """All that is wrong with ``model.config``: unknown family, unknown keys, values that its class refuses."""
+    where = document.line("model", "config")
+    family = config.get("model_type")
+    if not isinstance(family, str) or not family:
+        return [Problem(where, "missing 'model_type' in model.config")]
+    try:
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import CONFIG_MAPPING
+    except ImportError as error:
+        return [Problem(where, f"source hf-config needs transformers ({error}): pip install 'hilore-plan[hf]'")]
+    families = tuple(CONFIG_MAPPING.keys())
+    if family not in families:
+        guess = close_match(family, families)
+        hint = f"did you mean '{guess}'?" if guess else "the model families are those of transformers' CONFIG_MAPPING"
+        line = document.line("model", "config", "model_type")
+        return [Problem(line, f"unknown model_type '{family}' in model.config; {hint}")]
+
+    kind = CONFIG_MAPPING[family]
+    known = config_keys(kind)
+    problems = []
+    for key in config:
+        line = document.line("model", "config", key)
+        if key in SAID_ELSEWHERE:
+            problems.append(
+                Problem(line, f"key '{key}' in model.config is not used; it belongs in {SAID_ELSEWHERE[key]}")
+            )
+        elif key not in known:
+            problems.append(Problem(line, unknown_key(key, "model.config", known, {})))
+    if problems:
+        return problems
+    try:
+        kind(**{key: value for key, value in config.items() if key != "model_type"})
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        return [_refused(error, family, document)]
+    return []
+
+
+def config_keys(kind: type[Any]) -> tuple[str, ...]:
+    """The keys that a transformers configuration class takes."""
+    declared = tuple(item.name for item in dataclasses.fields(kind))
+    return (*declared, *getattr(kind, "attribute_map", {}), *_UNDECLARED)
+
+
+def _refused(error: Exception, family: str, document: Document) -> Problem:
+    text = " ".join(str(error).split())
+    named = re.search(r"[Ff]ield '(\w+)'", text)
+    line = document.line("model", "config", named.group(1)) if named else document.line("model", "config")
+    return Problem(line, f"model.config is refused by the '{family}' configuration of transformers: {text}")
