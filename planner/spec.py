@@ -6,20 +6,20 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from hilore.planner.spec_checks import combined_problems
-from hilore.planner.spec_config import config_keys
+from hilore.planner.spec_config import keys_of_config
 from hilore.planner.spec_rules import (
-    DERIVED,
     SECTIONS,
     TOP_DEFAULTS,
     TOP_KEYS,
     Section,
     Variant,
     close_match,
+    fill_derived,
     homes_of_keys,
     unknown_key,
     unknown_value,
@@ -29,7 +29,6 @@ from hilore.planner.spec_types import (
     Batch,
     CalibrationSpec,
     Device,
-    Dtype,
     Loss,
     ModelSource,
     ModelSpec,
@@ -130,7 +129,7 @@ def _read_top(document: Document, problems: list[Problem]) -> dict[str, Any]:
             problems.append(Problem(document.line(key), unknown_key(key, "", TOP_KEYS, homes)))
     taken: dict[str, Any] = {}
     raw = {name: _read_section(name, document, taken, problems) for name in SECTIONS}
-    _derive(raw, taken)
+    fill_derived(raw, taken)
     values: dict[str, Any] = {name: _typed(name, raw[name], document, problems) for name in SECTIONS}
     values["name"] = _read_name(document, problems)
     values["codecs"] = _read_codecs(document, problems)
@@ -186,26 +185,13 @@ def _report_unknown(
     """Report keys that the section does not have; returns the known keys that they were probably meant to be."""
     homes = homes_of_keys()
     if name == "model":
-        homes["model.config"] = _keys_of_config(given)
+        homes["model.config"] = keys_of_config(given)
     guessed = set()
     for key in given:
         if key not in section.keys:
             problems.append(Problem(document.line(name, key), unknown_key(key, name, section.keys, homes)))
             guessed.add(close_match(key, section.keys))
     return guessed
-
-
-def _keys_of_config(model: dict[str, Any]) -> tuple[str, ...]:
-    """Keys that model.config could hold, for a key that stands one level too high; empty without transformers."""
-    config = model.get("config")
-    family = config.get("model_type") if isinstance(config, dict) else model.get("model_type")
-    if not isinstance(family, str):
-        return ()
-    try:
-        from transformers import CONFIG_MAPPING
-    except ImportError:
-        return ()
-    return config_keys(CONFIG_MAPPING[family]) if family in CONFIG_MAPPING else ()
 
 
 def _variant(
@@ -224,33 +210,6 @@ def _variant(
         line = document.line(name, section.selector)
         problems.append(Problem(line, unknown_value(f"{name}.{section.selector}", chosen, tuple(section.variants))))
     return None
-
-
-def _derive(raw: dict[str, dict[str, Any] | None], taken: dict[str, Any]) -> None:
-    """Fill in defaults that follow from other keys: what PyTorch does when nothing else is said."""
-    precision, adapter, batch = raw["precision"] or {}, raw["adapter"] or {}, raw["batch"] or {}
-    params = _dtype_or(precision.get("params"), "bfloat16")
-    trainable = _dtype_or(adapter.get("dtype"), params)
-    tokens = (batch.get("prompt_tokens"), batch.get("response_tokens"))
-    longest = sum(count for count in tokens if type(count) is int)
-    derived: dict[str, Any] = {
-        "precision.compute": "bfloat16" if precision.get("autocast") is True else params,
-        "precision.grads": trainable,
-        "optimizer.state": _dtype_or(precision.get("master"), trainable),
-        "batch.length_buckets": [max(longest, 1)],
-    }
-    for key, value in derived.items():
-        name, _, item = key.partition(".")
-        section = raw[name]
-        if section is not None and section.get(item) is DERIVED:
-            section[item] = value
-        if taken.get(key) is DERIVED:
-            taken[key] = value
-
-
-def _dtype_or(value: object, default: str) -> str:
-    """``value`` where it is a dtype's name; a wrong one is reported at its own key, not at those that follow it."""
-    return value if isinstance(value, str) and value in get_args(Dtype) else default
 
 
 def _typed(name: str, raw: dict[str, Any] | None, document: Document, problems: list[Problem]) -> Any:

@@ -32,7 +32,7 @@ def config_problems(config: dict[str, Any], document: Document) -> list[Problem]
         return [Problem(line, f"unknown model_type '{family}' in model.config; {hint}")]
 
     kind = CONFIG_MAPPING[family]
-    known = config_keys(kind)
+    known = _config_keys(kind)
     problems = []
     for key in config:
         line = document.line("model", "config", key)
@@ -51,7 +51,20 @@ def config_problems(config: dict[str, Any], document: Document) -> list[Problem]
     return []
 
 
-def config_keys(kind: type[Any]) -> tuple[str, ...]:
+def keys_of_config(model: dict[str, Any]) -> tuple[str, ...]:
+    """Keys that model.config could hold, for a key that stands one level too high; empty without transformers."""
+    config = model.get("config")
+    family = config.get("model_type") if isinstance(config, dict) else model.get("model_type")
+    if not isinstance(family, str):
+        return ()
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        return ()
+    return _config_keys(CONFIG_MAPPING[family]) if family in CONFIG_MAPPING else ()
+
+
+def _config_keys(kind: type[Any]) -> tuple[str, ...]:
     """The keys that a transformers configuration class takes."""
     declared = tuple(item.name for item in dataclasses.fields(kind))
     return (*declared, *getattr(kind, "attribute_map", {}), *_UNDECLARED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, get_args
 
 from hilore.planner import spec_types as types
 
@@ -192,3 +192,30 @@ def homes_of_keys() -> dict[str, tuple[str, ...]]:
     homes = {name: section.keys for name, section in SECTIONS.items()}
     homes[""] = TOP_KEYS
     return homes
+
+
+def fill_derived(raw: dict[str, dict[str, Any] | None], taken: dict[str, Any]) -> None:
+    """Fill in defaults that follow from other keys: what PyTorch does when nothing else is said."""
+    precision, adapter, batch = raw["precision"] or {}, raw["adapter"] or {}, raw["batch"] or {}
+    params = _dtype_or(precision.get("params"), "bfloat16")
+    trainable = _dtype_or(adapter.get("dtype"), params)
+    tokens = (batch.get("prompt_tokens"), batch.get("response_tokens"))
+    longest = sum(count for count in tokens if type(count) is int)
+    derived: dict[str, Any] = {
+        "precision.compute": "bfloat16" if precision.get("autocast") is True else params,
+        "precision.grads": trainable,
+        "optimizer.state": _dtype_or(precision.get("master"), trainable),
+        "batch.length_buckets": [max(longest, 1)],
+    }
+    for key, value in derived.items():
+        name, _, item = key.partition(".")
+        section = raw[name]
+        if section is not None and section.get(item) is DERIVED:
+            section[item] = value
+        if taken.get(key) is DERIVED:
+            taken[key] = value
+
+
+def _dtype_or(value: object, default: str) -> str:
+    """``value`` where it is a dtype's name; a wrong one is reported at its own key, not at those that follow it."""
+    return value if isinstance(value, str) and value in get_args(types.Dtype) else default
