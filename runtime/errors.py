@@ -61,6 +61,18 @@ class ReplayMismatchError(HiloreError, CheckpointError):
     """A replay saved other tensors than its forward did. Attributes: ``region``."""
 
 
+class CodecError(HiloreError):
+    """No codec has this name, or a payload cannot be decoded. Attributes: ``codec``."""
+
+
+class CodecRefused(CodecError):
+    """A codec cannot take this tensor at all (not floating, sparse). Attributes: ``codec``, ``dtype``."""
+
+
+class HiloreWarning(UserWarning):
+    """Something works, but slower or with less than was asked for; said once."""
+
+
 class InternalError(HiloreError):
     """A check of ours on ourselves failed: a bug, not the user's doing."""
 
