@@ -1,0 +1,109 @@
+"""Words of the command line -> bytes and numbers: ``--budget``, ``--margin``, ``--delta``.
+
+A wrong unit is the costliest slip here: 30318 MiB read as MB is 28913 MiB, which may leave a plan almost nothing. So
+a bare number is MiB, MiB and GiB are exact, and MB and GB, on which people disagree, are refused with both readings.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+from hilore.runtime.errors import HiloreError
+
+MIB = 1 << 20
+GIB = 1 << 30
+LARGEST_MIB = 1 << 24
+# Of a card, beside what PyTorch allocates: CUDA context, NCCL buffers and fragmentation. An assumption, printed
+# wherever it is taken.
+AUTO_MARGIN_BYTES = 1024 * MIB
+
+_AMOUNT = re.compile(r"\s*(?P<number>[0-9]+(\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)\s*")
+_EXACT = {"": MIB, "mib": MIB, "gib": GIB}
+# unit as written -> (decimal reading, binary reading, the exact unit's name)
+_AMBIGUOUS = {
+    "mb": (10**6, MIB, "MiB"),
+    "m": (10**6, MIB, "MiB"),
+    "gb": (10**9, GIB, "GiB"),
+    "g": (10**9, GIB, "GiB"),
+}
+
+
+class BudgetError(HiloreError):
+    """An amount on the command line cannot be read. Attributes: ``text``."""
+
+
+def parse_budget(text: str, *, card_bytes: int = 0, margin_bytes: int = 0) -> int:
+    """``--budget`` in bytes, rounded down to a whole byte; ``auto`` is the card less the margin.
+
+    Raises BudgetError for a unit that is not MiB or GiB, for less than 1 and more than 2^24 MiB, for what is no
+    plain number, and for ``auto`` where the device has no card (``card_bytes`` 0).
+    """
+    if text.strip() == "auto":
+        if card_bytes <= 0:
+            raise BudgetError("--budget auto needs a GPU in the trace, and this one has none: give MiB", text=text)
+        if margin_bytes >= card_bytes:
+            raise BudgetError(
+                f"--budget auto: the margin of {mib(margin_bytes)} leaves nothing of the card's {mib(card_bytes)}",
+                text=text,
+            )
+        return card_bytes - margin_bytes
+    amount = _parse_amount(text, "--budget")
+    if amount < MIB:
+        raise BudgetError(
+            f"--budget {text} is under 1 MiB; was GiB meant? A bare number is MiB, and 29.6GiB is exact", text=text
+        )
+    if amount > LARGEST_MIB * MIB:
+        raise BudgetError(
+            f"--budget {text} is over 2^24 MiB (16 TiB); were bytes meant? A bare number is MiB"
+            + (f": {text.strip()} bytes are {mib(int(text))}" if text.strip().isdigit() else ""),
+            text=text,
+        )
+    return amount
+
+
+def parse_margin(text: str) -> int:
+    """``--margin`` in bytes: as ``--budget``, and 0 is allowed. Raises BudgetError."""
+    amount = _parse_amount(text, "--margin")
+    if amount > LARGEST_MIB * MIB:
+        raise BudgetError(f"--margin {text} is over 2^24 MiB (16 TiB); a bare number is MiB", text=text)
+    return amount
+
+
+def parse_delta(text: str) -> float:
+    """``--delta``: a finite multiple, 0 or more, of the reference error. Raises BudgetError."""
+    try:
+        delta = float(text)
+    except ValueError:
+        hint = "; it is a multiple of the reference error, not a percentage" if "%" in text else ""
+        raise BudgetError(f"--delta {text} is not a number{hint}", text=text) from None
+    if not math.isfinite(delta) or delta < 0:
+        raise BudgetError(f"--delta {text} must be a finite number, 0 (no lossy units) or more", text=text)
+    return delta + 0.0
+
+
+def mib(count_bytes: int) -> str:
+    """Bytes as MiB for people, to a tenth."""
+    return f"{count_bytes / MIB:,.1f} MiB"
+
+
+def _parse_amount(text: str, option: str) -> int:
+    match = _AMOUNT.fullmatch(text)
+    if match is None:
+        raise BudgetError(
+            f"{option} {text} is not an amount of memory: write MiB as a plain number (30318), or 30318MiB, 29.6GiB",
+            text=text,
+        )
+    number, unit = Fraction(match["number"]), match["unit"].lower()
+    if unit in _EXACT:
+        return math.floor(number * _EXACT[unit])
+    if unit in _AMBIGUOUS:
+        decimal, binary, exact = _AMBIGUOUS[unit]
+        readings = (math.floor(number * decimal / MIB), math.floor(number * binary / MIB))
+        raise BudgetError(
+            f"{option} {text}: people disagree on {match['unit']}: write {match['number']}{exact} for powers of 1024 "
+            f"({readings[1]} MiB), or {readings[0]} for powers of 1000 ({readings[0]} MiB)",
+            text=text,
+        )
+    raise BudgetError(f"{option} {text}: unknown unit '{match['unit']}' (MiB or GiB; a bare number is MiB)", text=text)
