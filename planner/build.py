@@ -1,0 +1,169 @@
+"""Trace + Calibration -> Problem (types in problem.py): one regime of one length bucket, all integers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from hilore.planner.configure import configurations, pareto_indices
+from hilore.planner.problem import RISK_SCALE, Configuration, Problem, RegionProblem
+from hilore.planner.trace import Bucket, Calibration, RegionClass, Trace, UnitRisk
+from hilore.runtime.errors import HiloreError
+
+# Above every sum of risks: the null regime, where no gradient passes and any plan is exact.
+UNLIMITED_RISK = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class RegimeInterval:
+    """An interval of exposure, ``low < psi <= high``, and how often calibration saw it."""
+
+    label: str
+    low: float
+    high: float
+    frequency: float
+
+
+def regimes(calibration: Calibration) -> tuple[RegimeInterval, ...]:
+    """The regimes null, low, mid, high of a calibration. Raises HiloreError where its edges do not ascend."""
+    low, mid, high = calibration.psi_edges
+    if not 0 <= low <= mid <= high or not math.isfinite(high):
+        raise HiloreError(f"calibration.psi_edges {calibration.psi_edges}: must be finite, ascending and not negative")
+    ends = (0.0, 0.0, low, mid, high)
+    labels = ("null", "low", "mid", "high")
+    return tuple(
+        RegimeInterval(label, ends[i], ends[i + 1], calibration.frequencies[i]) for i, label in enumerate(labels)
+    )
+
+
+def risk_limit(calibration: Calibration, *, delta: float, psi_high: float) -> int:
+    """``(delta * delta_star * psi_reference / psi_high)^2`` in units of 1e-12, rounded down.
+
+    Unlimited where ``psi_high`` is 0: gradients are linear in exposure, so that no error can pass.
+    """
+    if psi_high == 0:
+        return UNLIMITED_RISK
+    kappa = Fraction(delta) * Fraction(calibration.delta_star) * Fraction(calibration.psi_reference)
+    return min(UNLIMITED_RISK, math.floor((kappa / Fraction(psi_high)) ** 2 * RISK_SCALE))
+
+
+def build_problem(
+    trace: Trace,
+    bucket: Bucket,
+    *,
+    budget_bytes: int,
+    delta: float,
+    psi_high: float,
+    granularity: str = "unit",
+) -> Problem:
+    """The problem of one regime, whose exposures go up to ``psi_high`` (0: the null regime).
+
+    ``budget_bytes`` is what the allocated peak may reach, less any margin already. ``delta`` is in units of
+    ``delta_star``; at 0 no configuration has an L unit, in any regime. Raises HiloreError for a negative ``delta``
+    or a trace that contradicts itself.
+    """
+    if not (math.isfinite(delta) and delta >= 0):
+        raise HiloreError(f"delta {delta}: must be a finite number, 0 or more", delta=delta)
+    if not (math.isfinite(psi_high) and psi_high >= 0):
+        raise HiloreError(f"exposure {psi_high}: must be a finite number, 0 or more", psi_high=psi_high)
+    regions = build_regions(trace, bucket, lossy=delta > 0, risk_free=psi_high == 0, granularity=granularity)
+    limit = risk_limit(trace.calibration, delta=delta, psi_high=psi_high)
+    return assemble(trace, bucket, regions, budget_bytes=budget_bytes, limit=limit)
+
+
+def assemble(
+    trace: Trace, bucket: Bucket, regions: tuple[RegionProblem, ...], *, budget_bytes: int, limit: int
+) -> Problem:
+    """Regions, what lies outside them, and the two limits."""
+    outside = bucket.outside
+    classes = [bucket.classes[region.class_index] for region in bucket.regions]
+    return Problem(
+        regions=regions,
+        base_bytes=trace.fixed.total_bytes + outside.before_bytes,
+        head_bytes=outside.head_bytes,
+        head_left_bytes=outside.head_left_bytes,
+        tail_bytes=outside.tail_bytes,
+        optimizer_bytes=outside.optimizer_bytes,
+        constant_ns=outside.forward_ns
+        + outside.backward_ns
+        + outside.optimizer_ns
+        + sum(region_class.forward_ns + region_class.backward_ns for region_class in classes),
+        budget_bytes=budget_bytes,
+        risk_limit=limit,
+    )
+
+
+def build_regions(
+    trace: Trace, bucket: Bucket, *, lossy: bool, risk_free: bool, granularity: str
+) -> tuple[RegionProblem, ...]:
+    """Each region's configurations with their risk; regions with equal class and equal risks get equal ones.
+
+    ``risk_free`` sets every risk to 0 (exposure 0). A unit and codec without an entry in the calibration for a region
+    is not offered at L there.
+    """
+    risks = _risks_by_region(trace.calibration) if lossy else {}
+    factor = Fraction(trace.calibration.interaction) ** 2 * RISK_SCALE
+    ready: dict[tuple[int, tuple[tuple[str, str, Fraction], ...]], RegionProblem] = {}
+    offered: dict[tuple[int, frozenset[tuple[str, str]]], tuple[Configuration, ...]] = {}
+    result = []
+    for region in bucket.regions:
+        region_class = bucket.classes[region.class_index]
+        profile = _profile(region_class, risks.get(region.name, {}), risk_free)
+        key = (region.class_index, tuple((*pair, kappa2) for pair, kappa2 in profile.items()))
+        if key not in ready:
+            pairs = (region.class_index, frozenset(profile))
+            if pairs not in offered:
+                offered[pairs] = configurations(
+                    region_class, codecs=pairs[1], lossy=lossy, granularity=granularity
+                )
+            ready[key] = _region_problem(region_class, offered[pairs], profile, factor)
+        result.append(replace(ready[key], name=region.name))
+    return tuple(result)
+
+
+def _risks_by_region(calibration: Calibration) -> dict[str, dict[tuple[str, str], UnitRisk]]:
+    result: dict[str, dict[tuple[str, str], UnitRisk]] = {}
+    for risk in calibration.risks:
+        if not (math.isfinite(risk.kappa2) and risk.kappa2 >= 0):
+            raise HiloreError(f"{risk.region}.{risk.unit}: kappa2 {risk.kappa2} of {risk.codec} is no risk; calibrate")
+        entries = result.setdefault(risk.region, {})
+        if (risk.unit, risk.codec) in entries:
+            raise HiloreError(f"{risk.region}.{risk.unit}: two risk entries for {risk.codec}; run calibrate again")
+        entries[risk.unit, risk.codec] = risk
+    return result
+
+
+def _profile(
+    region_class: RegionClass, entries: dict[tuple[str, str], UnitRisk], risk_free: bool
+) -> dict[tuple[str, str], Fraction]:
+    """kappa2 of each pair of unit and codec that may be at L in a region, in unit order."""
+    return {
+        (unit.name, cost.codec): Fraction(0) if risk_free else Fraction(entries[unit.name, cost.codec].kappa2)
+        for unit in region_class.units
+        for cost in unit.codecs
+        if (unit.name, cost.codec) in entries
+    }
+
+
+def _region_problem(
+    region_class: RegionClass,
+    offered: tuple[Configuration, ...],
+    profile: dict[tuple[str, str], Fraction],
+    factor: Fraction,
+) -> RegionProblem:
+    """``offered`` less what is beaten once its risk in this region is known. The name is filled in by the caller."""
+    risks = tuple(_risk(configuration, profile, factor) for configuration in offered)
+    kept = pareto_indices(offered, risks)
+    return RegionProblem(
+        name="",
+        configurations=tuple(offered[index] for index in kept),
+        risk=tuple(risks[index] for index in kept),
+        gradient_bytes=region_class.gradient_bytes,
+    )
+
+
+def _risk(configuration: Configuration, profile: dict[tuple[str, str], Fraction], factor: Fraction) -> int:
+    """Quadrature over the L units, times the measured interaction, rounded up."""
+    kappa2 = sum((profile[u.name, u.codec or ""] for u in configuration.units if u.mode == "L"), Fraction(0))
+    return math.ceil(kappa2 * factor)
