@@ -1,0 +1,95 @@
+"""State around a forward that its replay must find again: random generators, autocast, and which frame is running."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+if TYPE_CHECKING:
+    from hilore.runtime.frame import Frame
+
+
+class _Running(threading.local):
+    frame: Frame | None = None
+
+
+running = _Running()
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """CPU generator state and those of the accelerators that the arguments live on."""
+
+    cpu: torch.Tensor
+    device_type: str
+    devices: tuple[int, ...]
+    device_states: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def now(cls, device_type: str, arguments: list[torch.Tensor]) -> RandomState:
+        devices: list[int] = []
+        states: list[torch.Tensor] = []
+        if device_type != "cpu":
+            devices, states = get_device_states(*arguments)
+        return cls(torch.get_rng_state(), device_type, tuple(devices), tuple(states))
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.devices:
+            set_device_states(list(self.devices), list(self.device_states), device_type=self.device_type)
+
+    @contextlib.contextmanager
+    def forked(self) -> Iterator[None]:
+        """Run a block from this state; afterwards the generators are as they were before the block."""
+        with torch.random.fork_rng(devices=list(self.devices), device_type=self._fork_type()):
+            self.restore()
+            yield
+
+    def _fork_type(self) -> str:
+        return self.device_type if self.device_type != "cpu" else "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """Autocast of the CPU and of the accelerator in use."""
+
+    states: tuple[tuple[str, bool, torch.dtype, bool], ...]
+
+    @classmethod
+    def now(cls, device_type: str) -> AutocastState:
+        kinds = ("cpu",) if device_type in ("cpu", "meta") else ("cpu", device_type)
+        cached = torch.is_autocast_cache_enabled()
+        return cls(tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k), cached) for k in kinds))
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype, cached in self.states:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            yield
+
+
+def device_type_of(tensors: list[torch.Tensor]) -> str:
+    """Device type of the first accelerator tensor, else ``cpu``."""
+    return next((t.device.type for t in tensors if t.device.type not in ("cpu", "meta")), "cpu")
+
+
+def tensors_in(*trees: Any) -> list[torch.Tensor]:
+    """All tensors in nested tuples, lists and dicts, in order."""
+    found: list[torch.Tensor] = []
+    stack = list(reversed(trees))
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (tuple, list)):
+            stack.extend(reversed(item))
+        elif isinstance(item, dict):
+            stack.extend(reversed(list(item.values())))
+    return found

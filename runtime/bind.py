@@ -1,0 +1,129 @@
+"""Find a plan's regions and units in a model: all of them or none, and nothing that a plan cannot work with."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from torch import nn
+
+from hilore.runtime.errors import BindError, UnsupportedModelError
+from hilore.runtime.huggingface import FUNCTION, is_checkpointable_layer, is_switchable, refuse_function
+from hilore.runtime.naming import canonical_modules, canonical_names
+from hilore.runtime.plan import Plan
+from hilore.runtime.region import ATTENTION, RegionBinding
+from hilore.runtime.unit import UnitBinding
+
+_REFUSED_CLASSES = {
+    "CheckpointWrapper": "it checkpoints itself; leave out apply_activation_checkpointing (or FSDP's "
+    "activation_checkpointing=True) and let the plan decide",
+    "OffloadWrapper": "it offloads its activations; leave out offload_wrapper and let the plan decide",
+    "OptimizedModule": "it is compiled (torch.compile), which hides its calls; attach the plan to the model as it "
+    "was before torch.compile",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BindReport:
+    """What ``attach(dry_run=True)`` found: names that bind, and a line for each refusal."""
+
+    regions: tuple[str, ...]
+    units: tuple[str, ...]
+    refused: tuple[str, ...]
+
+
+def bind_regions(model: nn.Module, plan: Plan) -> tuple[RegionBinding, ...]:
+    """Bind every region and unit of ``plan``, in the order of the plan.
+
+    Raises BindError with the counts, the first missing, the first extra and the closest name.
+    """
+    modules = canonical_modules(model)
+    planned = [region.name for region in plan.regions]
+    layers = checkpointable_names(model) or [name for name in planned if name in modules]
+    _compare("regions", planned, layers, modules)
+    bindings = []
+    for region in plan.regions:
+        units = {}
+        for unit in region.units:
+            path, _, function = unit.name.partition(":")
+            if path not in modules or not path.startswith(region.name):
+                raise _missing("units", unit.name, list(modules), len(plan.unit_names))
+            kind = ATTENTION if function == ATTENTION else "module"
+            units[unit.name] = UnitBinding(unit.name, kind, modules[path], {})
+        bindings.append(RegionBinding(region.name, modules[region.name], units))
+    return tuple(bindings)
+
+
+def checkpointable_names(model: nn.Module) -> list[str]:
+    """Canonical names of the layers that Hugging Face checkpoints, in order; empty for other models."""
+    names = canonical_names(model)
+    return list(
+        dict.fromkeys(names[full] for full, module in model.named_modules() if is_checkpointable_layer(module))
+    )
+
+
+def switchable_models(model: nn.Module, regions: tuple[RegionBinding, ...]) -> list[nn.Module]:
+    """Every Hugging Face model inside ``model`` that contains the regions, outermost first."""
+    wanted = {id(region.module) for region in regions}
+    return [
+        module
+        for module in model.modules()
+        if is_switchable(module) and wanted <= {id(inner) for inner in module.modules()}
+    ]
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for the first thing in the model that a plan cannot work with, by name."""
+    names = canonical_names(model)
+    for full, module in model.named_modules():
+        where = names[full] or type(module).__name__
+        for cls in type(module).__mro__:
+            if cls.__name__ in _REFUSED_CLASSES and cls.__module__.startswith("torch."):
+                raise UnsupportedModelError(f"{where}: {_REFUSED_CLASSES[cls.__name__]}", unit=where)
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise UnsupportedModelError(f"{where}: {_REFUSED_CLASSES['OptimizedModule']}", unit=where)
+        if getattr(module.forward, "__module__", "").startswith("liger_kernel"):
+            raise UnsupportedModelError(
+                f"{where}: its forward is a Liger kernel, which hides what it saves. Load the model without Liger "
+                "(use_liger_kernel=False)",
+                unit=where,
+            )
+        if is_checkpointable_layer(module) and getattr(module, "gradient_checkpointing", False):
+            refuse_function(getattr(module, FUNCTION, None), where)
+    _refuse_adapters(model)
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "alora_invocation_tokens", None):
+            raise UnsupportedModelError(
+                f"adapter {name}: aLoRA decides per token what runs, which a plan cannot follow. Use plain LoRA",
+                unit=f"adapter {name}",
+            )
+
+
+def _compare(what: str, planned: list[str], found: list[str], modules: dict[str, nn.Module]) -> None:
+    if planned == found:
+        return
+    missing = [name for name in planned if name not in found]
+    extra = [name for name in found if name not in planned]
+    if not missing and not extra:
+        raise BindError(f"the plan's {what} are those of the model in another order: {planned[0]}.. and {found[0]}..")
+    raise _missing(what, missing[0] if missing else "", found or list(modules), len(planned), len(found), extra)
+
+
+def _missing(
+    what: str, missing: str, candidates: list[str], planned: int, found: int = -1, extra: list[str] | None = None
+) -> BindError:
+    counts = f"the plan has {planned} {what}" + (f", the model {found}" if found >= 0 else "")
+    first = f"; first missing: {missing}" if missing else ""
+    more = f"; first extra: {extra[0]}" if extra else ""
+    close = difflib.get_close_matches(missing, candidates, n=1, cutoff=0.0) if missing and candidates else []
+    closest = f"; closest name in the model: {close[0]}" if close else ""
+    return BindError(
+        f"{counts}{first}{more}{closest}. Nothing was installed. Make plans for this model with `hilore-plan trace` "
+        "and `hilore-plan solve`",
+        missing=missing,
+        extra=(extra or [""])[0],
+        closest=(close or [""])[0],
+    )

@@ -1,0 +1,119 @@
+"""Tensors that a kept call's autograd saved and that are cheap to derive again: casts, copies, expanded heads, masks.
+
+Each derivation is tried on the values themselves the first time (bitwise), then trusted for that unit and place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses import FakeTensor
+
+Rule = Callable[[torch.Tensor, torch.Size, torch.dtype], torch.Tensor | None]
+
+
+def _cast(source: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    """A cast and/or a contiguous copy: under autocast of an fp32 input, before a kernel that wants it dense."""
+    if source.numel() != shape.numel() or not source.is_floating_point() or not dtype.is_floating_point:
+        return None
+    return source.to(dtype).reshape(shape)
+
+
+def _cast_transposed(source: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    """A cast weight, saved as its transpose by the matrix product."""
+    if source.dim() != 2 or source.t().shape != shape or not dtype.is_floating_point:
+        return None
+    return source.to(dtype).t()
+
+
+def _repeat_heads(source: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    """[batch, kv heads, tokens, head dim] with every head repeated, as grouped-query attention expands k and v."""
+    if source.dim() != 4 or len(shape) != 4 or source.shape[1] == 0 or shape[1] <= source.shape[1]:
+        return None
+    if shape[1] % source.shape[1] or (shape[0], *shape[2:]) != (source.shape[0], *source.shape[2:]):
+        return None
+    repeats = shape[1] // source.shape[1]
+    batch, heads, tokens, width = source.shape
+    expanded = source[:, :, None].expand(batch, heads, repeats, tokens, width)
+    return expanded.reshape(shape).to(dtype)
+
+
+def _additive_mask(source: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    """The additive form of a boolean attention mask (True = attend), as scaled_dot_product_attention makes it."""
+    if source.dtype != torch.bool or source.shape != shape or not dtype.is_floating_point:
+        return None
+    zeros = torch.zeros(shape, dtype=dtype, device=source.device)
+    return zeros.masked_fill_(source.logical_not(), float("-inf"))
+
+
+RULES: dict[str, Rule] = {
+    "cast": _cast,
+    "cast_transposed": _cast_transposed,
+    "repeat_heads": _repeat_heads,
+    "additive_mask": _additive_mask,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """``rule`` applied to argument or parameter number ``source`` gives the saved tensor of type ``dtype``."""
+
+    rule: str
+    source: int
+    from_parameter: bool
+    dtype: torch.dtype
+
+    def apply(self, source: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
+        with torch.no_grad(), torch.autocast(source.device.type, enabled=False):
+            derived = RULES[self.rule](source, shape, self.dtype)
+            assert derived is not None
+            if derived.stride() != stride:
+                laid_out = torch.empty_strided(shape, stride, dtype=derived.dtype, device=derived.device)
+                derived = laid_out.copy_(derived)
+            return derived
+
+    def fits(self, value: torch.Tensor, arguments: list[torch.Tensor], parameters: list[torch.Tensor]) -> bool:
+        """Whether the rule still applies to these shapes (metadata only)."""
+        sources = parameters if self.from_parameter else arguments
+        if self.source >= len(sources):
+            return False
+        meta = torch.empty_strided(
+            sources[self.source].shape, sources[self.source].stride(), dtype=sources[self.source].dtype, device="meta"
+        )
+        with torch.autocast(value.device.type, enabled=False):
+            derived = RULES[self.rule](meta, value.shape, self.dtype)
+        return derived is not None
+
+
+def derivation_of(
+    value: torch.Tensor, arguments: list[torch.Tensor], parameters: list[torch.Tensor]
+) -> Derivation | None:
+    """The derivation that gives exactly ``value``, or None. Fake tensors have no values: there the first fit counts."""
+    for from_parameter, sources in ((True, parameters), (False, arguments)):
+        for place, source in enumerate(sources):
+            for rule in RULES:
+                candidate = Derivation(rule, place, from_parameter, value.dtype)
+                if _reproduces(candidate, source, value):
+                    return candidate
+    return None
+
+
+def _reproduces(candidate: Derivation, source: torch.Tensor, value: torch.Tensor) -> bool:
+    with torch.no_grad(), torch.autocast(value.device.type, enabled=False):
+        derived = RULES[candidate.rule](source.detach(), value.shape, candidate.dtype)
+        if derived is None:
+            return False
+        if isinstance(value, FakeTensor):
+            return True
+        return _same_bits(derived, value)
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Bitwise equality; NaN equals the same NaN."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    as_integers = kinds[left.element_size()]
+    return torch.equal(left.contiguous().view(as_integers), right.contiguous().view(as_integers))

@@ -1,0 +1,284 @@
+"""A frame: one region's forward, and its replay at the first need in backward.
+
+Pack gives a slot for what is dropped; the first unpack runs the region again under the plan and the ambient state of
+its forward, hands each slot its tensor, and stops as soon as the last one is there (early stop).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hilore.runtime.ambient import AutocastState, RandomState, device_type_of, running, tensors_in
+from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
+from hilore.runtime.unit import Entry, UnitRecord, mutated
+
+if TYPE_CHECKING:
+    from hilore.runtime.region import Choice, RegionBinding
+
+
+class _EndOfReplay(BaseException):
+    """Raised inside a replay once nothing more is needed. Not an Exception: user code must not swallow it."""
+
+
+class Slot:
+    """What autograd holds instead of a dropped tensor."""
+
+    __slots__ = ("__weakref__", "dtype", "frame", "shape", "value", "version")
+
+    def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
+        self.frame = frame
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.value: torch.Tensor | None = None
+        self.version = 0
+
+    def take(self) -> torch.Tensor:
+        if self.value is None:
+            self.frame.replay()
+        value = self.value
+        if value is None:
+            raise self.frame.mismatch("it saved fewer tensors than its forward")
+        if value._version != self.version:
+            raise mutated(self.frame.region_name, self.version, value._version)
+        self.value = None
+        return value
+
+
+class Direct:
+    """A parameter that autograd saved: an alias of it, never dropped."""
+
+    __slots__ = ("tensor", "unit_name", "version")
+
+    def __init__(self, tensor: torch.Tensor, unit_name: str) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        self.unit_name = unit_name
+
+    def take(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise mutated(self.unit_name, self.version, self.tensor._version)
+        return self.tensor
+
+
+def _unpack(packed: Slot | Direct | Entry) -> torch.Tensor:
+    return packed.take()
+
+
+def _unpack_in_replay(packed: torch.Tensor) -> torch.Tensor:
+    return packed
+
+
+class Frame:
+    """One region's forward under one choice. Alive as long as autograd holds a slot of it."""
+
+    def __init__(
+        self, region: RegionBinding, choice: Choice, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        self.region = region
+        self.choice = choice
+        self.actions = choice.actions(region)
+        self.recordable = choice.recordable(region)
+        self.call = call
+        self.args = args
+        self.kwargs = kwargs
+        inputs = tensors_in(args, kwargs)
+        self.input_versions = [(t, t._version) for t in inputs]
+        device_type = device_type_of(inputs)
+        self.random = RandomState.now(device_type, inputs)
+        self.autocast = AutocastState.now(device_type)
+        self.slots: list[weakref.ref[Slot]] = []
+        self.records: dict[str, UnitRecord] = {}
+        self.record: UnitRecord | None = None
+        self.replaying = False
+        self.demoted = False
+        self._cursor = 0
+        self._entry_cursor = 0
+        self._pending = 0
+        self._answered: set[str] = set()
+
+    @property
+    def region_name(self) -> str:
+        return self.region.name
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of stored outputs, exact and encoded."""
+        return sum(record.kept.nbytes for record in self.records.values() if record.kept is not None)
+
+    def run(self) -> Any:
+        """The forward. Raises what the region raises; SavedTensorMutated if a kept output was changed in place."""
+        with self.region.installed(self.recordable), running_as(self), saved_tensors_hooks(self._pack, _unpack):
+            result = self.call(*self.args, **self.kwargs)
+        for record in self.records.values():
+            if record.kept is not None:
+                record.kept.check(record.unit.name)
+        return result
+
+    def unit_call(
+        self, unit_name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A unit's call inside this frame, in forward or in a replay."""
+        if self.replaying:
+            return self._replayed_call(unit_name, call, args, kwargs)
+        if unit_name not in self.recordable:
+            return call(*args, **kwargs)
+        if unit_name in self.records:
+            raise UnsupportedModelError(
+                f"{unit_name}: called twice in one forward of {self.region_name}; a plan cannot tell the calls apart. "
+                "Run `hilore-plan trace` on this model: it leaves such a unit out",
+                unit=unit_name,
+            )
+        record = UnitRecord(self.region_name, self.region.units[unit_name])
+        self.records[unit_name] = record
+        self.record = record
+        try:
+            result = record.run(call, args, kwargs)
+        finally:
+            self.record = None
+        action = self.actions[unit_name]
+        if action.kept:
+            record.keep(result, action.codec)
+        if kwargs.get("dropout"):
+            record.random_after = RandomState.now(self.random.device_type, tensors_in(args))
+        self.choice.stats.unit_ran(unit_name, record)
+        return result
+
+    def replay(self) -> None:
+        """Run the region again and fill every slot and entry that backward may ask for."""
+        if self.replaying:
+            raise self.mismatch("a backward inside its own replay asked for a saved tensor")
+        for tensor, version in self.input_versions:
+            if tensor._version != version:
+                raise mutated(self.region_name, version, tensor._version)
+        self.demoted = self.choice.demoted
+        self.actions = self.choice.actions(self.region)
+        self._cursor = 0
+        self._answered = set()
+        self._pending = len(self.slots) + sum(record.needs_replay for record in self.records.values())
+        self.replaying = True
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(self.random.forked())
+                stack.enter_context(self.autocast.applied())
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(self.region.installed(self.recordable))
+                stack.enter_context(running_as(self))
+                stack.enter_context(saved_tensors_hooks(self._pack_in_replay, _unpack_in_replay))
+                if self._pending:
+                    self.call(*self.args, **self.kwargs)
+        except _EndOfReplay:
+            pass
+        finally:
+            self.replaying = False
+            self.record = None
+        if self._pending:
+            raise self.mismatch(f"{self._pending} of the tensors saved in forward were not reached")
+        self.choice.stats.replays += 1
+
+    def mismatch(self, reason: str) -> ReplayMismatchError:
+        return ReplayMismatchError(
+            f"{self.region_name}: its replay took another path than its forward: {reason}. A forward must do the same "
+            "when it is run again (router, random choice, counter); such a region can only be held",
+            region=self.region_name,
+        )
+
+    def _pack(self, tensor: torch.Tensor) -> Slot | Direct | Entry:
+        if self.record is not None:
+            return self.record.pack(self, tensor)
+        if _is_parameter(tensor):
+            return Direct(tensor, self.region_name)
+        slot = Slot(self, tensor)
+        self.slots.append(weakref.ref(slot))
+        return slot
+
+    def _pack_in_replay(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = tensor.detach()
+        if self.record is not None:
+            self.record.refill(self._entry_cursor, value)
+            self._entry_cursor += 1
+            return value
+        if _is_parameter(tensor):
+            return value
+        if self._cursor >= len(self.slots):
+            raise self.mismatch(f"it saved more than the {len(self.slots)} tensors of its forward")
+        slot = self.slots[self._cursor]()
+        self._cursor += 1
+        if slot is not None:
+            if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+                raise self.mismatch(
+                    f"saved tensor {self._cursor - 1} was {tuple(slot.shape)} {slot.dtype} in forward and is "
+                    f"{tuple(tensor.shape)} {tensor.dtype} now"
+                )
+            slot.value = value
+            slot.version = value._version
+        self._count_down()
+        return value
+
+    def _replayed_call(
+        self, unit_name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        record = self.records.get(unit_name)
+        if record is None:
+            return call(*args, **kwargs)
+        if unit_name in self._answered:
+            raise self.mismatch(f"{unit_name} was called twice")
+        self._answered.add(unit_name)
+        action = self.actions[unit_name]
+        record.ran_in_replay = not (action.kept or action.dead)
+        if record.ran_in_replay:
+            result = self._rerun(record, call, args, kwargs)
+        else:
+            if record.random_after is not None:
+                record.random_after.restore()
+            result = record.answer(args, kwargs)
+            self.choice.stats.call_left_out(unit_name, action)
+        if record.needs_replay:
+            self._count_down()
+        return result
+
+    def _rerun(
+        self, record: UnitRecord, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self.record = record
+        self._entry_cursor = 0
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self.record = None
+        if self._entry_cursor != len(record.entries):
+            raise self.mismatch(
+                f"{record.unit.name} saved {len(record.entries)} tensors in forward and {self._entry_cursor} now"
+            )
+        return result
+
+    def _count_down(self) -> None:
+        self._pending -= 1
+        if self._pending == 0:
+            raise _EndOfReplay
+
+
+class running_as:  # noqa: N801
+    """Make ``frame`` the one that unit calls belong to."""
+
+    __slots__ = ("_before", "_frame")
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+
+    def __enter__(self) -> None:
+        self._before = running.frame
+        running.frame = self._frame
+
+    def __exit__(self, *_: object) -> None:
+        running.frame = self._before
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

@@ -1,0 +1,170 @@
+"""Installation on Hugging Face models: their own checkpointing switch, their attention interface.
+
+A plan takes the place of the function that Hugging Face's gradient checkpointing calls per decoder layer. TRL turns
+checkpointing off and on around every generation, which wipes per-layer functions: so the switch itself,
+``_set_gradient_checkpointing``, is shadowed on the instance and puts ours back each time it is turned on.
+
+Objects installed here reduce to plain equivalents: a deep copy or a pickle of an attached model is a plain model.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hilore.runtime.ambient import running
+from hilore.runtime.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from hilore.runtime.region import RegionBinding
+    from hilore.runtime.runtime import Runtime
+
+SWITCH = "_set_gradient_checkpointing"
+FUNCTION = "_gradient_checkpointing_func"
+
+
+def is_switchable(module: nn.Module) -> bool:
+    """Whether ``module`` is a Hugging Face model with the switch that a plan is installed by."""
+    return callable(getattr(type(module), SWITCH, None))
+
+
+def is_checkpointable_layer(module: nn.Module) -> bool:
+    """Whether ``module`` is a layer that Hugging Face checkpoints as a whole."""
+    return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
+
+
+def uses_reentrant(function: Any) -> bool:
+    """Whether a checkpointing function of Hugging Face is the reentrant kind."""
+    return isinstance(function, functools.partial) and bool(function.keywords.get("use_reentrant"))
+
+
+def plain_checkpoint() -> Callable[..., Any]:
+    return functools.partial(checkpoint, use_reentrant=False)
+
+
+def refuse_function(function: Any, where: str) -> None:
+    """Raise UnsupportedModelError where a checkpointing function is not one that a plan can replace."""
+    if uses_reentrant(function):
+        raise UnsupportedModelError(
+            f"{where}: reentrant gradient checkpointing is on (use_reentrant=True); a plan replaces the "
+            'non-reentrant kind only. Set gradient_checkpointing_kwargs={"use_reentrant": False}',
+            unit=where,
+        )
+    if isinstance(function, functools.partial) and getattr(function.func, "__name__", "") == "checkpoint_func":
+        raise UnsupportedModelError(
+            f"{where}: activation offload is on (offload=True); a plan decides what stays on the device. "
+            "Call activation_checkpointing_enable() without offload",
+            unit=where,
+        )
+
+
+class RegionCheckpoint:
+    """What a decoder layer calls instead of ``torch.utils.checkpoint.checkpoint``."""
+
+    def __init__(self, runtime: Runtime, region: RegionBinding) -> None:
+        self._runtime = runtime
+        self._region = region
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._runtime.run_region(self._region, function, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return plain_checkpoint, ()
+
+
+class CheckpointingSwitch:
+    """Shadows ``_set_gradient_checkpointing`` of one model instance."""
+
+    def __init__(self, runtime: Runtime, model: nn.Module) -> None:
+        self._runtime = runtime
+        self._model = model
+
+    def __call__(
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
+    ) -> None:
+        if enable:
+            refuse_function(gradient_checkpointing_func, type(self._model).__name__)
+            if every_n_layers != 1:
+                raise UnsupportedModelError(
+                    f"{type(self._model).__name__}: every_n_layers={every_n_layers} was asked for while a plan decides "
+                    "which layers are held. Call activation_checkpointing_enable() without it",
+                    unit=type(self._model).__name__,
+                )
+        self.set_plain(enable)
+        if enable:
+            self._runtime.place_checkpoints()
+        self._runtime.enabled = enable
+
+    def set_plain(self, enable: bool) -> None:
+        """The model's own switch, with plain non-reentrant checkpointing."""
+        method = getattr(type(self._model), SWITCH)
+        method(self._model, enable=enable, gradient_checkpointing_func=plain_checkpoint())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return plain_switch(memo.get(id(self._model), self._model))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return plain_switch, (self._model,)
+
+
+def plain_switch(model: nn.Module) -> Callable[..., Any]:
+    """The switch that a copy of an attached model gets: its class's own."""
+    method: Callable[..., Any] = getattr(type(model), SWITCH).__get__(model)
+    return method
+
+
+class AttentionCall:
+    """Wraps the attention function registered under one name; passes through where no frame is running."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.users = 0
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        frame = running.frame
+        name = frame.region.attention_units.get(id(module)) if frame is not None else None
+        if frame is None or name is None:
+            return self.original(module, *args, **kwargs)
+        return frame.unit_call(name, self.original, (module, *args), kwargs)
+
+
+def wrap_attention(implementation: str) -> AttentionCall | None:
+    """Wrap the function registered as ``implementation``; None where there is none (``eager``)."""
+    from transformers import AttentionInterface
+
+    registered = AttentionInterface._global_mapping.get(implementation)
+    if registered is None:
+        return None
+    if not isinstance(registered, AttentionCall):
+        registered = AttentionCall(registered)
+        AttentionInterface.register(implementation, registered)
+    registered.users += 1
+    return registered
+
+
+def unwrap_attention(implementation: str, wrapped: AttentionCall) -> None:
+    """Undo one ``wrap_attention``; the registered function returns with the last."""
+    from transformers import AttentionInterface
+
+    wrapped.users -= 1
+    if wrapped.users == 0 and AttentionInterface._global_mapping.get(implementation) is wrapped:
+        AttentionInterface.register(implementation, wrapped.original)
+
+
+def set_cache_off(model: nn.Module) -> bool:
+    """Set a config default ``use_cache=True`` off, saying so once. Returns whether it was on."""
+    config = getattr(model, "config", None)
+    if not getattr(config, "use_cache", False):
+        return False
+    warnings.warn(
+        f"{type(model).__name__}: config.use_cache was on and is set off while a plan is attached: a training forward "
+        "has no use for a key-value cache",
+        stacklevel=3,
+    )
+    config.use_cache = False  # type: ignore[union-attr]
+    return True

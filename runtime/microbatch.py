@@ -1,0 +1,106 @@
+"""One microbatch: its exposure before the forward, the choice it runs under, late demotion after it."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hilore.runtime.exposure import LossSpec, exposure_before_forward, normalised_exposure
+from hilore.runtime.region import Choice
+from hilore.runtime.stats import StepStats
+
+if TYPE_CHECKING:
+    from hilore.runtime.runtime import Runtime
+
+
+class Microbatch:
+    """Context manager made by ``Runtime.microbatch``. The plan is fixed when the first region runs."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        advantages: torch.Tensor,
+        mask: torch.Tensor,
+        logps: torch.Tensor | None,
+        old_logps: torch.Tensor | None,
+        ref_logps: torch.Tensor | None,
+        loss: Any,
+    ) -> None:
+        self._runtime = runtime
+        self._loss = LossSpec.of(loss if loss is not None else runtime.plans.plans[0].loss)
+        self._advantages = advantages
+        self._mask = mask
+        self._old_logps = old_logps
+        self._ref_logps = ref_logps
+        self.exposure = exposure_before_forward(
+            self._loss, advantages, mask, logps=logps, old_logps=old_logps, ref_logps=ref_logps
+        )
+        self.exact_exposure: float | None = None
+        self.choice: Choice | None = None
+        self.fallback = ""
+        self.regions_run = 0
+
+    def __enter__(self) -> Microbatch:
+        self._runtime.open(self)
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        runtime = self._runtime
+        runtime.close(self)
+        if exc_type is not None:
+            return
+        if self.regions_run == 0 and runtime.enabled and runtime.model.training:
+            warnings.warn(
+                "no region ran under a plan in this microbatch: the model was not called, was called without "
+                "gradients, or its checkpointing functions were replaced after attach",
+                stacklevel=2,
+            )
+        runtime.stats.steps.append(self._step())
+
+    def resolve(self, tokens: int, rows: int) -> Choice:
+        """The choice of this microbatch; made once, when its first region runs."""
+        if self.choice is None:
+            self.choice, self.fallback = self._runtime.choose(self.exposure, tokens, rows)
+        return self.choice
+
+    def confirm(self, logps: torch.Tensor) -> float:
+        """Exact exposure from the log-probs of the forward [B, T]; demotes the L units if it is above the plan's.
+
+        Returns the exact exposure. The gradients of a demoted microbatch are exact.
+        """
+        self.exact_exposure = normalised_exposure(
+            self._loss,
+            self._advantages,
+            self._mask,
+            logps.detach(),
+            old_logps=self._old_logps,
+            ref_logps=self._ref_logps,
+        )
+        choice = self.choice
+        if choice is None or choice.plan is None or choice.demoted:
+            return self.exact_exposure
+        if self.exact_exposure > choice.plan.regime.exposure_high and choice.plan.count("L"):
+            choice.demoted = True
+            self._runtime.stats.demotions += 1
+        return self.exact_exposure
+
+    def _step(self) -> StepStats:
+        choice = self.choice
+        plan = choice.plan if choice is not None else None
+        held = sum(region.hold for region in plan.regions) if plan is not None else 0
+        gain = plan.predicted.gc_step_ns / plan.predicted.step_ns - 1 if plan is not None else 0.0
+        return StepStats(
+            regime=plan.regime.label if plan is not None else "none",
+            exposure=self.exposure,
+            exact_exposure=self.exact_exposure,
+            demoted=choice.demoted if choice is not None else False,
+            regions_replayed=self.regions_run - held if plan is not None else self.regions_run,
+            regions_held=held,
+            gain=gain,
+            fallback=self.fallback,
+        )

@@ -1,0 +1,133 @@
+"""A region bound to the model, and what a plan tells it to do.
+
+Units are intercepted only while their region runs: a linear's instance gets a ``forward`` for that time, so an idle
+model carries no hook of ours inside its regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hilore.runtime.ambient import running
+from hilore.runtime.plan import Plan, RegionPlan
+from hilore.runtime.stats import Stats
+from hilore.runtime.unit import UnitBinding
+
+ATTENTION = "attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a replay does with a unit: answer from the store (``kept``, decoded where ``codec``), leave it out
+    (``dead``), or run it (neither)."""
+
+    kept: bool
+    codec: str | None
+    dead: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RegionActions:
+    """One region of one plan, also for the case that its L units run as R."""
+
+    hold: bool
+    planned: dict[str, Action]
+    demoted: dict[str, Action]
+    recordable: frozenset[str]
+
+    @classmethod
+    def of(cls, region: RegionPlan) -> RegionActions:
+        planned = {u.name: Action(u.mode != "R", u.codec, u.dead) for u in region.units}
+        demoted = {u.name: Action(u.mode == "H", None, u.dead_if_demoted) for u in region.units}
+        names = frozenset(
+            u.name for u in region.units if u.mode != "R" or u.dead or u.dead_if_demoted
+        )
+        return cls(region.hold, planned, demoted, names)
+
+
+class RegionBinding:
+    """One region of the model: its module and its units by full canonical name."""
+
+    __slots__ = ("_forwards", "attention_units", "module", "name", "units")
+
+    def __init__(self, name: str, module: nn.Module, units: dict[str, UnitBinding]) -> None:
+        self.name = name
+        self.module = module
+        self.units = units
+        self.attention_units = {id(u.module): u.name for u in units.values() if u.kind == ATTENTION}
+        self._forwards = {u.name: UnitForward(u) for u in units.values() if u.kind != ATTENTION}
+
+    @contextmanager
+    def installed(self, names: frozenset[str]) -> Iterator[None]:
+        """Intercept the calls of these units' modules."""
+        before: list[tuple[nn.Module, Any]] = []
+        try:
+            for name in names:
+                forward = self._forwards.get(name)
+                if forward is None or forward.module.__dict__.get("forward") is forward:
+                    continue
+                before.append((forward.module, forward.module.__dict__.get("forward")))
+                forward.call = forward.module.forward
+                forward.module.__dict__["forward"] = forward
+            yield
+        finally:
+            for module, previous in before:
+                if previous is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.__dict__["forward"] = previous
+
+
+class UnitForward:
+    """Stands in for a unit module's ``forward`` while its region runs."""
+
+    __slots__ = ("call", "module", "name")
+
+    def __init__(self, unit: UnitBinding) -> None:
+        self.name = unit.name
+        self.module = unit.module
+        self.call: Callable[..., Any] = unit.module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame = running.frame
+        if frame is None or self.name not in frame.region.units:
+            return self.call(*args, **kwargs)
+        return frame.unit_call(self.name, self.call, args, kwargs)
+
+
+class Choice:
+    """One plan chosen for one microbatch; every frame keeps the choice that it was made under.
+
+    ``plan`` None: no plan fits (too many tokens), every unit runs in the replay. ``demoted`` may turn True between
+    forward and backward (late demotion), never back.
+    """
+
+    __slots__ = ("_actions", "demoted", "plan", "stats")
+
+    def __init__(self, plan: Plan | None, actions: dict[str, RegionActions], stats: Stats, demoted: bool) -> None:
+        self.plan = plan
+        self.demoted = demoted
+        self.stats = stats
+        self._actions = actions
+
+    def holds(self, region: RegionBinding) -> bool:
+        return self.plan is not None and self._actions[region.name].hold
+
+    def actions(self, region: RegionBinding) -> dict[str, Action]:
+        if self.plan is None:
+            return {}
+        actions = self._actions[region.name]
+        return actions.demoted if self.demoted else actions.planned
+
+    def recordable(self, region: RegionBinding) -> frozenset[str]:
+        return frozenset() if self.plan is None else self._actions[region.name].recordable
+
+
+def compile_plan(plan: Plan) -> dict[str, RegionActions]:
+    """Every region's actions by region name."""
+    return {region.name: RegionActions.of(region) for region in plan.regions}

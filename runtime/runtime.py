@@ -1,0 +1,240 @@
+"""The runtime of one attached model: which plan each microbatch runs under, and what happens in each region."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hilore.runtime.ambient import tensors_in
+from hilore.runtime.errors import FingerprintError, PlanSwitchError, UnsupportedModelError
+from hilore.runtime.frame import Frame
+from hilore.runtime.huggingface import FUNCTION, SWITCH, CheckpointingSwitch, RegionCheckpoint
+from hilore.runtime.microbatch import Microbatch
+from hilore.runtime.plan import Plan
+from hilore.runtime.planfile import PlanSet
+from hilore.runtime.region import Choice, RegionActions, RegionBinding, compile_plan
+from hilore.runtime.stats import Stats
+
+
+class Runtime:
+    """What ``attach`` returns. One object per attached model; ``detach`` restores the model."""
+
+    def __init__(self, model: nn.Module, plans: PlanSet, regions: tuple[RegionBinding, ...]) -> None:
+        self.model = model
+        self.plans = plans
+        self.regions = regions
+        self.stats = Stats()
+        self.enabled = False
+        self.attached = True
+        self._index = {region.name: place for place, region in enumerate(regions)}
+        self._compiled: dict[int, dict[str, RegionActions]] = {}
+        self._fixed: Plan | None = None
+        self._open: list[Microbatch] = []
+        self._forward: Choice | None = None
+        self._next_region = 0
+        self._undo: list[Callable[[], None]] = []
+        self._switches: list[CheckpointingSwitch] = []
+
+    def microbatch(
+        self,
+        advantages: torch.Tensor,
+        mask: torch.Tensor,
+        logps: torch.Tensor | None = None,
+        old_logps: torch.Tensor | None = None,
+        ref_logps: torch.Tensor | None = None,
+        loss: Any = None,
+    ) -> Microbatch:
+        """Context of one forward: its exposure chooses the plan.
+
+        advantages [B] or [B, T], mask and the log-probs [B, T] (T response tokens), any float dtype. ``loss`` is a
+        kind or a LossSpec, None the plan's own. Raises ExposureError for NaN or infinite coefficients.
+        """
+        return Microbatch(self, advantages, mask, logps, old_logps, ref_logps, loss)
+
+    def use(self, plan: Plan | None) -> None:
+        """Fix one plan for every following forward, whatever the exposure (None: choose by exposure again).
+
+        Raises PlanSwitchError in the middle of a forward, BindError for a plan with other regions or units.
+        """
+        self._refuse_switch()
+        if plan is not None:
+            self._actions(plan)
+        self._fixed = plan
+
+    def enable(self) -> None:
+        """Turn the plan on, as gradient checkpointing is turned on."""
+        for switch in self._switches:
+            switch(enable=True)
+        self.enabled = True
+
+    def disable(self) -> None:
+        """Turn the plan off: the model then keeps all its activations."""
+        for switch in self._switches:
+            switch(enable=False)
+        self.enabled = False
+
+    def detach(self) -> None:
+        """Restore the model. Frames in flight keep working."""
+        if not self.attached:
+            return
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self.attached = False
+        self.enabled = False
+
+    def reset(self) -> None:
+        """Forget a forward that died half-way, so that a new plan can be chosen."""
+        self._forward = None
+        self._next_region = 0
+
+    def run_region(self, region: RegionBinding, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """One region's forward under the plan of the running microbatch. Inert without grad or in eval mode."""
+        if not torch.is_grad_enabled() or not self.model.training or not self.enabled:
+            return call(*args, **kwargs)
+        choice = self._enter_region(region, tensors_in(args, kwargs))
+        try:
+            if choice.holds(region):
+                self.stats.held += 1
+                result = call(*args, **kwargs)
+            else:
+                frame = Frame(region, choice, call, args, kwargs)
+                self.stats.frame_opened(frame)
+                result = frame.run()
+        except BaseException:
+            self.reset()
+            raise
+        if self._next_region == len(self.regions):
+            self.reset()
+        return result
+
+    def choose(self, exposure: float | None, tokens: int, rows: int) -> tuple[Choice, str]:
+        """The choice for one forward and, where no plan fits it, the reason why it falls back."""
+        if self._fixed is not None:
+            return self._choice(self._fixed, demoted=False), ""
+        highest = self.plans.highest(tokens)
+        fits = highest is not None and rows * tokens <= self._planned_tokens(highest)
+        if highest is None or not fits:
+            self.stats.over_length += 1
+            if self.stats.over_length == 1:
+                warnings.warn(
+                    f"A microbatch of {rows} x {tokens} tokens is larger than any plan was made for; it runs with "
+                    "every unit recomputed. Add its length to batch.length_buckets and solve again",
+                    stacklevel=2,
+                )
+            return Choice(None, {}, self.stats, demoted=False), "over_length"
+        if exposure is None:
+            return self._choice(highest, demoted=True), "no exposure given"
+        plan = self.plans.select(exposure, tokens)
+        if plan is None:
+            return Choice(None, {}, self.stats, demoted=False), "over_length"
+        above = exposure > plan.regime.exposure_high
+        self.stats.over_exposure += above
+        return self._choice(plan, demoted=above), "exposure above every regime" if above else ""
+
+    def place_checkpoints(self) -> None:
+        """Give every region's layer our checkpointing function (each time the switch is turned on)."""
+        for region in self.regions:
+            setattr(region.module, FUNCTION, RegionCheckpoint(self, region))
+            region.module.gradient_checkpointing = True
+
+    def install_switch(self, switchable: nn.Module) -> None:
+        """Shadow the checkpointing switch of one Hugging Face model instance."""
+        switch = CheckpointingSwitch(self, switchable)
+        switchable.__dict__[SWITCH] = switch
+        self._switches.append(switch)
+        self.on_detach(lambda: switchable.__dict__.pop(SWITCH, None))
+
+    def on_detach(self, undo: Callable[[], Any]) -> None:
+        self._undo.append(undo)
+
+    def open(self, microbatch: Microbatch) -> None:
+        self._refuse_switch()
+        self._open.append(microbatch)
+
+    def close(self, microbatch: Microbatch) -> None:
+        self._open.remove(microbatch)
+        self.reset()
+
+    def _enter_region(self, region: RegionBinding, inputs: list[torch.Tensor]) -> Choice:
+        place = self._index[region.name]
+        if place == 0:
+            self._begin_forward(inputs)
+        elif place != self._next_region or self._forward is None:
+            raise UnsupportedModelError(
+                f"{region.name}: ran as region {place} where region {self._next_region} was due; a plan needs every "
+                "region once per forward, in order (after a forward that died half-way: runtime.reset())",
+                unit=region.name,
+            )
+        self._next_region = place + 1
+        assert self._forward is not None
+        if self._open:
+            self._open[-1].regions_run += 1
+        return self._forward
+
+    def _begin_forward(self, inputs: list[torch.Tensor]) -> None:
+        refuse_foreign_hooks(self.regions[0].name)
+        hidden = inputs[0]
+        rows, tokens = (hidden.shape[0], hidden.shape[1]) if hidden.dim() > 2 else (1, hidden.shape[0])
+        microbatch = self._open[-1] if self._open else None
+        if microbatch is not None:
+            self._forward = microbatch.resolve(tokens, rows)
+        else:
+            self._forward, _ = self.choose(None, tokens, rows)
+        plan = self._forward.plan
+        planned = plan.fingerprint.get("first_input_requires_grad") if plan is not None else None
+        if (
+            planned is not None
+            and bool(planned) != hidden.requires_grad
+            and "first_input_requires_grad" not in self.stats.accepted
+        ):
+            raise FingerprintError(
+                f"Plan field first_input_requires_grad={planned}, the model's first region gets an input with "
+                f"requires_grad={hidden.requires_grad}. Call model.enable_input_require_grads() (or leave it out) as "
+                "in the traced run",
+                field="first_input_requires_grad",
+                planned=planned,
+                found=hidden.requires_grad,
+            )
+
+    def _actions(self, plan: Plan) -> dict[str, RegionActions]:
+        actions = self._compiled.get(id(plan))
+        if actions is None:
+            from hilore.runtime.attach import same_units
+
+            same_units(self.plans.plans[0], plan)
+            actions = self._compiled[id(plan)] = compile_plan(plan)
+            self._undo.append(lambda: None)
+            self._keep_alive = [*getattr(self, "_keep_alive", []), plan]
+        return actions
+
+    def _choice(self, plan: Plan, demoted: bool) -> Choice:
+        return Choice(plan, self._actions(plan), self.stats, demoted)
+
+    @staticmethod
+    def _planned_tokens(plan: Plan) -> int:
+        rows = plan.fingerprint.get("rows", 1)
+        return int(rows) * plan.length_bucket
+
+    def _refuse_switch(self) -> None:
+        if self._forward is not None:
+            raise PlanSwitchError(
+                f"a plan can change only between forwards, and one is under way: {self._next_region} of "
+                f"{len(self.regions)} regions have run. Choose before the model is called (after a forward that died "
+                "half-way: runtime.reset())",
+                regions_run=self._next_region,
+            )
+
+
+def refuse_foreign_hooks(where: str) -> None:
+    """Raise UnsupportedModelError inside somebody else's saved-tensor hooks (offload, compression)."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        raise UnsupportedModelError(
+            f"{where}: saved_tensors_hooks of something else (save_on_cpu, a compression context) are active around "
+            "the model; two mechanisms would treat the same tensors. Leave that context",
+            unit=where,
+        )

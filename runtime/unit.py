@@ -1,0 +1,350 @@
+"""One execution of a unit's call: what its own autograd saved, and how a replay answers for it.
+
+A call that a replay may leave out (kept, encoded or dead) is recorded in forward. Each tensor that its own autograd
+saved becomes an ``Entry`` with a role: an alias of a parameter (kept, costs nothing), an alias of an argument or of
+the output (dropped; the replay hands it over), something cheap to derive from those (dropped; derived when backward
+asks), or the rest, such as a log-sum-exp (kept as it is).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hilore.runtime.ambient import RandomState, tensors_in
+from hilore.runtime.codecs import Encoded, get_codec
+from hilore.runtime.derive import Derivation, derivation_of
+from hilore.runtime.errors import ReplayMismatchError, SavedTensorMutated, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from hilore.runtime.frame import Frame
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBinding:
+    """A unit of the plan bound to the model. ``module`` runs the call (attention: the module that calls it)."""
+
+    name: str
+    kind: str
+    module: nn.Module
+    derivations: dict[tuple[Any, ...], Derivation | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one tensor lies in its storage."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+
+    def same_view(self, other: Layout) -> bool:
+        return self.shape == other.shape and self.stride == other.stride and self.dtype == other.dtype
+
+
+@dataclass(slots=True)
+class Role:
+    """What one saved tensor of a call is, without the tensor itself."""
+
+    layout: Layout
+    kind: str
+    source: int = -1
+    derive: Derivation | None = None
+
+    @property
+    def dropped(self) -> bool:
+        return self.kind not in ("parameter", "rest")
+
+
+class Entry:
+    """A tensor that a unit's own autograd saved: what the pack hook returned for it.
+
+    Holds the frame, so that a first need in backward can start its replay; a record holds its entries weakly, so
+    that everything goes as soon as autograd lets go.
+    """
+
+    __slots__ = ("__weakref__", "frame", "record", "role", "value", "version")
+
+    def __init__(self, frame: Frame, record: UnitRecord, role: Role, tensor: torch.Tensor) -> None:
+        self.frame = frame
+        self.record = record
+        self.role = role
+        self.value: torch.Tensor | None = tensor.detach()
+        self.version = tensor._version
+
+    def settle(self, kind: str, source: int = -1, derive: Derivation | None = None) -> None:
+        self.role.kind, self.role.source, self.role.derive = kind, source, derive
+        if self.role.dropped:
+            self.value = None
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        self.value = tensor
+        self.version = tensor._version
+
+    def take(self) -> torch.Tensor:
+        """The tensor that backward asked for; in-place changes since it was saved are an error, as in eager."""
+        if self.value is None:
+            self.frame.replay()
+        value = self.value
+        if value is None:
+            raise self.record.mismatch("the replay did not reach it although backward needs a tensor of it")
+        if value._version != self.version:
+            raise mutated(self.record.unit.name, self.version, value._version)
+        if self.role.dropped:
+            self.value = None
+        derive = self.role.derive
+        if derive is not None and (self.role.kind == "parameter" or not self.record.ran_in_replay):
+            return derive.apply(value, self.role.layout.shape, self.role.layout.stride)
+        return value
+
+
+class Kept:
+    """A stored output: exact, or encoded with all that decoding needs."""
+
+    __slots__ = ("encoded", "layout", "tensor", "version")
+
+    def __init__(self, output: torch.Tensor, codec: str | None) -> None:
+        self.layout = Layout.of(output)
+        self.version = output._version
+        self.tensor: torch.Tensor | None = None
+        self.encoded: Encoded | None = None
+        if codec is None:
+            self.tensor = output.detach()
+        else:
+            with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
+                self.encoded = get_codec(codec).encode(output.detach())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: the output's storage, or the payload."""
+        if self.encoded is not None:
+            return self.encoded.nbytes
+        return self.tensor.untyped_storage().nbytes() if self.tensor is not None else 0
+
+    def restore(self, unit_name: str) -> torch.Tensor:
+        if self.encoded is not None:
+            with torch.no_grad(), torch.autocast(self.layout.device.type, enabled=False):
+                decoded = get_codec(self.encoded.codec).decode(self.encoded)
+            return decoded
+        assert self.tensor is not None
+        self.check(unit_name)
+        return self.tensor
+
+    def check(self, unit_name: str) -> None:
+        if self.tensor is not None and self.tensor._version != self.version:
+            raise mutated(unit_name, self.version, self.tensor._version)
+
+
+class UnitRecord:
+    """One call of one unit in one frame's forward."""
+
+    __slots__ = (
+        "arguments",
+        "entries",
+        "kept",
+        "output_layout",
+        "output_place",
+        "output_requires_grad",
+        "ran_in_replay",
+        "random_after",
+        "region_name",
+        "roles",
+        "template",
+        "unit",
+    )
+
+    def __init__(self, region_name: str, unit: UnitBinding) -> None:
+        self.region_name = region_name
+        self.unit = unit
+        self.roles: list[Role] = []
+        self.entries: list[weakref.ref[Entry]] = []
+        self.arguments: list[Layout] = []
+        self.kept: Kept | None = None
+        self.output_layout: Layout | None = None
+        self.output_place = -1
+        self.template: tuple[Any, ...] = ()
+        self.output_requires_grad = False
+        self.ran_in_replay = False
+        self.random_after: RandomState | None = None
+
+    def pack(self, frame: Frame, tensor: torch.Tensor) -> Entry:
+        role = Role(Layout.of(tensor), "new")
+        entry = Entry(frame, self, role, tensor)
+        self.roles.append(role)
+        self.entries.append(weakref.ref(entry))
+        return entry
+
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward: run the call with its saved tensors packed here, then settle every entry's role."""
+        sources = tensors_in(args, kwargs)
+        self.arguments = [Layout.of(t) for t in sources]
+        result = call(*args, **kwargs)
+        output, self.output_place = output_of(self.unit.name, result)
+        if self.output_place >= 0:
+            self.template = tuple(None if item is output else item for item in result)
+        self.output_layout = Layout.of(output)
+        self.output_requires_grad = output.requires_grad
+        own_state = _own_state(self.unit.module)
+        for index, reference in enumerate(self.entries):
+            entry = reference()
+            if entry is not None:
+                self._settle(index, entry, output, sources, own_state)
+        return result
+
+    def keep(self, result: Any, codec: str | None) -> None:
+        self.kept = Kept(result if self.output_place < 0 else result[self.output_place], codec)
+
+    @property
+    def needs_replay(self) -> bool:
+        """Whether backward can ask this record for something that only a replay can give."""
+        return any(role.dropped for role in self.roles)
+
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replay: hand over arguments and output to the entries and return the output without running the call."""
+        arguments = tensors_in(args, kwargs)
+        stored = self.kept.restore(self.unit.name) if self.kept is not None else None
+        for role, reference in zip(self.roles, self.entries, strict=True):
+            entry = reference()
+            if entry is None or not role.dropped:
+                continue
+            if role.kind == "argument":
+                entry.fill(self._view(role, arguments[role.source], self.arguments[role.source]))
+            elif stored is None or self.output_layout is None:
+                raise self.mismatch("its output is needed but was not kept, so its liveness is wrong")
+            else:
+                entry.fill(self._view(role, stored, self.output_layout))
+        output = non_leaf_alias(stored if stored is not None else self._placeholder(), self.output_requires_grad)
+        if self.output_place < 0:
+            return output
+        return (*self.template[: self.output_place], output, *self.template[self.output_place + 1 :])
+
+    def refill(self, index: int, tensor: torch.Tensor) -> None:
+        """Replay of a call that runs after all: its saved tensors come in the order of the forward."""
+        if index >= len(self.roles):
+            raise self.mismatch(f"it saved more than the {len(self.roles)} tensors of its forward")
+        role = self.roles[index]
+        if role.layout.shape != tensor.shape or role.layout.dtype != tensor.dtype:
+            raise self.mismatch(
+                f"saved tensor {index} was {tuple(role.layout.shape)} {role.layout.dtype} in forward and is "
+                f"{tuple(tensor.shape)} {tensor.dtype} in the replay"
+            )
+        entry = self.entries[index]()
+        if entry is not None and role.dropped:
+            entry.fill(tensor)
+
+    def mismatch(self, reason: str) -> ReplayMismatchError:
+        return ReplayMismatchError(
+            f"{self.unit.name}: {reason}. The plan does not fit this model's forward: run `hilore-plan trace` again",
+            region=self.region_name,
+            unit=self.unit.name,
+        )
+
+    def _settle(
+        self,
+        index: int,
+        entry: Entry,
+        output: torch.Tensor,
+        sources: list[torch.Tensor],
+        own_state: list[torch.Tensor],
+    ) -> None:
+        value = entry.value
+        assert value is not None
+        storage = value.untyped_storage()._cdata
+        if any(p.untyped_storage()._cdata == storage for p in own_state):
+            entry.settle("parameter")
+            return
+        for place, source in enumerate(sources):
+            if source.untyped_storage()._cdata == storage and source.dtype == value.dtype:
+                entry.settle("argument", place)
+                return
+        if output.untyped_storage()._cdata == storage and output.dtype == value.dtype:
+            entry.settle("output")
+            return
+        derivation = self._derivation(index, value, sources, own_state)
+        if derivation is None:
+            entry.settle("rest")
+        elif derivation.from_parameter:
+            entry.settle("parameter", derive=derivation)
+            entry.fill(own_state[derivation.source].detach())
+        else:
+            entry.settle("argument", derivation.source, derivation)
+
+    def _derivation(
+        self, index: int, value: torch.Tensor, sources: list[torch.Tensor], own_state: list[torch.Tensor]
+    ) -> Derivation | None:
+        key = (index, value.dtype, value.dim(), tuple(layout.dtype for layout in self.arguments))
+        known = self.unit.derivations
+        remembered = known.get(key)
+        if key not in known or (remembered is not None and not remembered.fits(value, sources, own_state)):
+            known[key] = derivation_of(value, sources, own_state)
+        return known[key]
+
+    def _view(self, role: Role, now: torch.Tensor, planned: Layout) -> torch.Tensor:
+        if role.derive is not None:
+            if now.shape != planned.shape or now.dtype != planned.dtype or _is_placeholder(now):
+                raise self.mismatch("an argument that backward needs is not what it was in forward")
+            return now.detach()
+        if not Layout.of(now).same_view(planned):
+            raise self.mismatch(
+                f"an argument or output that backward needs was {tuple(planned.shape)} {planned.dtype} "
+                f"strides {planned.stride} in forward and is {tuple(now.shape)} {now.dtype} strides {now.stride()} in "
+                "the replay"
+            )
+        offset = role.layout.offset - planned.offset + now.storage_offset()
+        return now.detach().as_strided(role.layout.shape, role.layout.stride, offset)
+
+    def _placeholder(self) -> torch.Tensor:
+        layout = self.output_layout
+        assert layout is not None
+        return torch.full((), float("nan"), dtype=layout.dtype, device=layout.device).expand(layout.shape)
+
+
+def output_of(unit_name: str, result: Any) -> tuple[torch.Tensor, int]:
+    """The one tensor in a call's result and its place (-1: the result itself)."""
+    if isinstance(result, torch.Tensor):
+        return result, -1
+    places = [i for i, item in enumerate(result) if isinstance(item, torch.Tensor)] if isinstance(result, tuple) else []
+    if len(places) != 1:
+        raise UnsupportedModelError(
+            f"{unit_name}: a unit must return one tensor, this one returned "
+            f"{len(places) if isinstance(result, tuple) else type(result).__name__}; leave it out of the plan",
+            unit=unit_name,
+        )
+    return result[places[0]], places[0]
+
+
+def non_leaf_alias(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """``tensor`` as backward-time code must see it: a non-leaf with the requires_grad of the forward."""
+    alias = tensor.detach()
+    if not requires_grad:
+        return alias
+    return alias.requires_grad_().view_as(alias)
+
+
+def mutated(unit_name: str, saved_version: int, version: int) -> SavedTensorMutated:
+    return SavedTensorMutated(
+        f"Tensor saved by unit {unit_name} was changed in place after it was saved "
+        f"(version {saved_version} -> {version}). Make the change on a clone, or give the unit mode R",
+        unit=unit_name,
+        saved_version=saved_version,
+        version=version,
+    )
+
+
+def _own_state(module: nn.Module) -> list[torch.Tensor]:
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+
+
+def _is_placeholder(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 1 and all(step == 0 for step in tensor.stride())
