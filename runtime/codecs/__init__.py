@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
+
+import torch
 
 from hilore.runtime.codecs.base import Codec, Encoded
 from hilore.runtime.codecs.exact import EXACT_BF16
@@ -27,4 +30,12 @@ def get_codec(name: str) -> Codec:
     return codec
 
 
-__all__ = ["CODEC_NAMES", "Codec", "Encoded", "get_codec"]
+def warm_up(names: Iterable[str], dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu") -> None:
+    """Runs each codec once on a small tensor of each dtype, so that no step pays for building kernels."""
+    for dtype in dtypes:
+        for name in names:
+            codec = get_codec(name)
+            codec.decode(codec.encode(torch.zeros(256, dtype=dtype, device=device)))
+
+
+__all__ = ["CODEC_NAMES", "Codec", "Encoded", "get_codec", "warm_up"]

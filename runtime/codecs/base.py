@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hilore.runtime.errors import CodecError, CodecRefused
 
@@ -100,6 +101,11 @@ def element_count(shape: Sequence[int]) -> int:
     return count
 
 
+def is_abstract(tensor: Tensor) -> bool:
+    """Whether there are no values to look at (fake or meta tensors): they are taken to be finite and exact."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one span of memory, each once, in some order of the dimensions."""
     if tensor.is_contiguous():
@@ -117,6 +123,11 @@ def flat_view(dense: Tensor) -> Tensor:
     """The elements of a dense tensor in memory order, shape ``[numel]``, without a copy."""
     dense = dense.detach()
     return dense.view(-1) if dense.is_contiguous() else dense.as_strided((dense.numel(),), (1,))
+
+
+def chunks_of(flat: Tensor) -> Iterator[Tensor]:
+    """Views of a flat tensor, CHUNK_ELEMENTS long but for the last."""
+    return (flat[start : start + CHUNK_ELEMENTS] for start in range(0, flat.numel(), CHUNK_ELEMENTS))
 
 
 def decoded_stride(tensor: Tensor) -> tuple[int, ...]:

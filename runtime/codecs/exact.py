@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from hilore.runtime.codecs.base import (
-    CHUNK_ELEMENTS,
     Codec,
     Encoded,
+    chunks_of,
     decoded_stride,
     element_count,
     flat_view,
+    is_abstract,
     is_dense,
     memory_order_chunks,
 )
@@ -33,11 +34,11 @@ class ExactBf16(Codec):
         if tensor.dtype != torch.float32:
             return self.store_raw(tensor)
         half = torch.empty(tensor.numel(), dtype=torch.int16, device=tensor.device)
-        chunks = flat_view(tensor).split(CHUNK_ELEMENTS) if is_dense(tensor) else memory_order_chunks(tensor, 1)
+        chunks = chunks_of(flat_view(tensor)) if is_dense(tensor) else memory_order_chunks(tensor, 1)
         start = 0
         for chunk in chunks:
             bits = chunk.view(torch.int32)
-            if bool((bits & 0xFFFF).any()):
+            if not is_abstract(bits) and bool((bits & 0xFFFF).any()):
                 return self.store_raw(tensor)
             half[start : start + bits.numel()] = (bits >> 16).to(torch.int16)
             start += bits.numel()
@@ -50,7 +51,7 @@ class ExactBf16(Codec):
             return encoded.payload[0].detach()
         half = encoded.payload[0].view(torch.int16)
         flat = torch.empty(element_count(encoded.shape), dtype=torch.float32, device=half.device)
-        for target, source in zip(flat.split(CHUNK_ELEMENTS), half.split(CHUNK_ELEMENTS), strict=True):
+        for target, source in zip(chunks_of(flat), chunks_of(half), strict=True):
             torch.bitwise_left_shift(source.to(torch.int32), 16, out=target.view(torch.int32))
         return flat.as_strided(encoded.shape, encoded.stride)
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hilore.runtime.codecs import reference
+from hilore.runtime.codecs import ops, reference
 from hilore.runtime.codecs.base import (
     Codec,
     Encoded,
     decoded_stride,
     element_count,
     flat_view,
+    is_abstract,
     is_dense,
     memory_order_chunks,
 )
@@ -39,25 +40,34 @@ class GroupCodec(Codec):
     def encode(self, tensor: Tensor) -> Encoded:
         self.check_input(tensor)
         if is_dense(tensor):
-            codes, peaks, bad = reference.encode_groups(flat_view(tensor), self.kind, self.group)
+            codes, peaks, bad = ops.encode_groups(flat_view(tensor), self.kind, self.group)
         else:
             codes, peaks, bad = self._encode_gapped(tensor)
-        if bool(bad):
+        if not is_abstract(bad) and bool(bad):
             return self.store_raw(tensor)
         return Encoded(self.name, (codes, peaks), tuple(tensor.shape), decoded_stride(tensor), tensor.dtype, raw=False)
 
     def _encode_gapped(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        parts = [reference.encode_groups(chunk, self.kind, self.group)
-                 for chunk in memory_order_chunks(tensor, self.group)]
-        codes, peaks, bad = zip(*parts, strict=True)
-        return torch.cat(codes), torch.cat(peaks), torch.stack(bad).sum()
+        form, numel = reference.FORMATS[self.kind], tensor.numel()
+        codes = torch.empty(form.code_count(numel, self.group), dtype=form.code_dtype, device=tensor.device)
+        peaks = torch.empty(reference.group_count(numel, self.group), dtype=tensor.dtype, device=tensor.device)
+        bad = torch.zeros(1, dtype=torch.int64, device=tensor.device)
+        start = 0
+        for chunk in memory_order_chunks(tensor, self.group):
+            part, part_peaks, part_bad = ops.encode_groups(chunk, self.kind, self.group)
+            first = form.code_count(start, self.group)
+            codes[first : first + part.numel()] = part
+            peaks[start // self.group : start // self.group + part_peaks.numel()] = part_peaks
+            bad += part_bad
+            start += chunk.numel()
+        return codes, peaks, bad
 
     def decode(self, encoded: Encoded) -> Tensor:
         self.check_encoded(encoded)
         if encoded.raw:
             return encoded.payload[0].detach()
         codes, peaks = encoded.payload
-        flat = reference.decode_groups(codes, peaks, self.kind, self.group, element_count(encoded.shape))
+        flat = ops.decode_groups(codes, peaks, self.kind, self.group, element_count(encoded.shape))
         return flat.as_strided(encoded.shape, encoded.stride)
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
