@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
+
+from hilore.planner.spec_types import Batch, ModelSpec
+from hilore.runtime.errors import UnsupportedModelError
+
+GROUP_SIZE = 8  # completions of one prompt: the group that rewards are normalised over
+FIRST_TOKEN = 3  # ids below are pad, begin and end of sequence in most vocabularies
+DEFAULT_VOCABULARY = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,11 +22,117 @@ class Microbatch:
     """``input_ids``, ``attention_mask`` int64 [B, T]; ``completion_mask`` int64 [B, Tr], the last Tr columns.
 
     ``advantages`` float32 [B]; ``old_logps``, ``ref_logps`` float32 [B, Tr], or None: the ratio is 1, no reference.
+    ``padded`` False says that the attention mask is all ones without having to read it (fake tensors cannot).
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     completion_mask: Tensor
     advantages: Tensor
-    old_logps: Tensor | None
-    ref_logps: Tensor | None
+    old_logps: Tensor | None = None
+    ref_logps: Tensor | None = None
+    padded: bool = True
+
+    @property
+    def rows(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per row, padding included."""
+        return self.input_ids.shape[1]
+
+    def to(self, device: str | torch.device) -> Microbatch:
+        """The same microbatch with every tensor on ``device``."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            attention_mask=self.attention_mask.to(device),
+            completion_mask=self.completion_mask.to(device),
+            advantages=self.advantages.to(device),
+            old_logps=None if self.old_logps is None else self.old_logps.to(device),
+            ref_logps=None if self.ref_logps is None else self.ref_logps.to(device),
+        )
+
+
+def group_advantages(rewards: Sequence[float]) -> list[float]:
+    """GRPO's advantages of one group: (r - mean) / (std + 1e-4), std with n - 1, 0 for a flat or single group."""
+    count = len(rewards)
+    mean = sum(rewards) / count
+    if count < 2:
+        return [0.0] * count
+    deviation = (sum((reward - mean) ** 2 for reward in rewards) / (count - 1)) ** 0.5
+    return [(reward - mean) / (deviation + 1e-4) for reward in rewards]
+
+
+def split_tokens(batch: Batch, tokens: int) -> tuple[int, int]:
+    """Prompt and response columns of a row of ``tokens``, in the proportion of the batch section; at least one each."""
+    prompt = round(tokens * batch.prompt_tokens / (batch.prompt_tokens + batch.response_tokens))
+    prompt = min(max(prompt, 1), tokens - 1)
+    return prompt, tokens - prompt
+
+
+def synthetic_microbatch(
+    spec: ModelSpec,
+    tokens: int,
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    vocabulary: int | None = None,
+    pad_token: int = 0,
+) -> Microbatch:
+    """Random rollouts of the shape that ``spec.batch`` gives for a length bucket: [microbatch, tokens].
+
+    With several rows: prompts of half to the whole of their columns, padded on the left, and completions of a quarter
+    to the whole, padded on the right, the longest of each filling its columns as a collator leaves it. One row has no
+    padding. Rewards are 0 or 1 in groups of ``GROUP_SIZE`` of which 1 to ``GROUP_SIZE - 1`` are right: the advantages
+    of a group have a root mean square of 0.935. ``old_logps`` and ``ref_logps`` are None.
+    Token ids lie below ``vocabulary`` (by default that of ``model.config``, else ``DEFAULT_VOCABULARY``).
+    Uses no global random state; may be called under FakeTensorMode. Raises UnsupportedModelError for layout packed.
+    """
+    refuse_packed(spec)
+    rows = spec.batch.microbatch
+    draw = random.Random(seed)
+    prompt, response = split_tokens(spec.batch, tokens)
+    limit = vocabulary or int(spec.model.config.get("vocab_size", DEFAULT_VOCABULARY))
+    prompts = _lengths(draw, rows, (prompt + 1) // 2, prompt)
+    responses = _lengths(draw, rows, (response + 3) // 4, response)
+    mask = [
+        [0] * (prompt - before) + [1] * (before + after) + [0] * (response - after)
+        for before, after in zip(prompts, responses, strict=True)
+    ]
+    ids = [[draw.randrange(min(FIRST_TOKEN, limit - 1), limit) if real else pad_token for real in row] for row in mask]
+    attention = torch.tensor(mask, dtype=torch.int64, device=device)
+    return Microbatch(
+        input_ids=torch.tensor(ids, dtype=torch.int64, device=device),
+        attention_mask=attention,
+        completion_mask=attention[:, prompt:].clone(),
+        advantages=torch.tensor(_advantages(draw, rows), dtype=torch.float32, device=device),
+        padded=rows > 1,
+    )
+
+
+def refuse_packed(spec: ModelSpec) -> None:
+    """Raise UnsupportedModelError for layout packed: rows of one sequence would need positions and row limits."""
+    if spec.batch.layout == "packed":
+        raise UnsupportedModelError(
+            "batch.layout: 'packed' cannot be built yet; set batch.layout: padded", field="layout", found="packed"
+        )
+
+
+def _lengths(draw: random.Random, rows: int, shortest: int, longest: int) -> list[int]:
+    if rows == 1:
+        return [longest]
+    lengths = [draw.randint(shortest, longest) for _ in range(rows)]
+    lengths[draw.randrange(rows)] = longest
+    return lengths
+
+
+def _advantages(draw: random.Random, rows: int) -> list[float]:
+    advantages: list[float] = []
+    while len(advantages) < rows:
+        right = draw.randint(1, GROUP_SIZE - 1)
+        group = group_advantages([1.0] * right + [0.0] * (GROUP_SIZE - right))
+        draw.shuffle(group)
+        advantages += group
+    return advantages[:rows]

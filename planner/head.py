@@ -1,0 +1,128 @@
+"""Log-probabilities of the completion: from all logits at once (naive) or in chunks of tokens (chunked).
+
+TRL 1.16 itself scores completions with a tiled head (``add_fused_lm_head``: logits of one tile at a time, run again
+in backward), so ``chunked`` is what its trainer costs; ``naive`` is what trainers without such a head do: logits of
+the whole completion, then a row-wise log-softmax whose result autograd keeps.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hilore.planner.chunked_head import chunked_logps
+from hilore.planner.loss import grpo_loss
+from hilore.planner.microbatch import Microbatch
+from hilore.runtime.errors import UnsupportedModelError
+
+__all__ = ["grpo_loss", "policy_logps", "selected_logps"]
+
+CHUNK_TOKENS = 256
+_LOGIT_SCALES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
+
+
+def policy_logps(
+    model: nn.Module,
+    microbatch: Microbatch,
+    head: str = "naive",
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Tensor:
+    """log pi(token | before) of every completion column: float32 [B, Tr], differentiable.
+
+    ``model``: a causal language model of transformers, under PEFT or not, or a module that takes ``input_ids`` and
+    ``attention_mask`` and gives logits [B, T, V] (as a tensor or as ``.logits``). Enters no autocast of its own.
+    Raises UnsupportedModelError where ``chunked`` cannot be exact for this model.
+    """
+    if head == "chunked":
+        return _chunked(model, microbatch, temperature, chunk_tokens)
+    if head != "naive":
+        raise UnsupportedModelError(f"loss.head: '{head}' is not one of naive, chunked", field="head", found=head)
+    keep = microbatch.completion_mask.shape[1]
+    inputs = _model_inputs(microbatch)
+    if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters:
+        inputs["logits_to_keep"] = keep + 1
+    output = model(**inputs)
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if logits is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gives {type(output).__name__} without logits; its forward must return logits "
+            "[B, T, V] or an object with .logits",
+            found=type(output).__name__,
+        )
+    logits = logits[:, :-1, :][:, -keep:, :]
+    if temperature != 1.0:
+        logits = logits / temperature
+    return selected_logps(logits, microbatch.input_ids[:, -keep:]).float()
+
+
+def selected_logps(logits: Tensor, index: Tensor) -> Tensor:
+    """log_softmax(logits)[index] row by row: [B, Tr] in the dtype that log-softmax gives, as TRL computes it.
+
+    float32 goes through logsumexp, which keeps the logits; lower dtypes through log_softmax, which keeps its result.
+    """
+    if logits.dtype in (torch.float32, torch.float64):
+        chosen = torch.gather(logits, -1, index.unsqueeze(-1)).squeeze(-1)
+        return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+    rows = [
+        functional.log_softmax(row, dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        for row, targets in zip(logits, index, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def base_model(model: nn.Module) -> Any:
+    """The causal language model inside PEFT's wrapper, or ``model`` itself."""
+    get_base_model = getattr(model, "get_base_model", None)
+    return model if get_base_model is None else get_base_model()
+
+
+def _model_inputs(microbatch: Microbatch) -> dict[str, Any]:
+    """Without padding the mask is left out: transformers drops a mask of ones itself, but only if it can read it."""
+    mask = microbatch.attention_mask if microbatch.padded else None
+    return {"input_ids": microbatch.input_ids, "attention_mask": mask}
+
+
+def _chunked(model: nn.Module, microbatch: Microbatch, temperature: float, chunk_tokens: int) -> Tensor:
+    causal = base_model(model)
+    lm_head, softcap = _output_layer(causal)
+    keep = microbatch.completion_mask.shape[1]
+    hidden = causal.base_model(**_model_inputs(microbatch)).last_hidden_state
+    hidden = hidden[:, -keep - 1 : -1, :]
+    targets = microbatch.input_ids[:, -keep:]
+    logps = chunked_logps(
+        hidden.reshape(-1, hidden.shape[-1]),
+        lm_head.weight,
+        lm_head.bias,
+        targets.reshape(-1),
+        temperature=temperature,
+        softcap=softcap,
+        chunk_tokens=chunk_tokens,
+    )
+    return logps.view(targets.shape)
+
+
+def _output_layer(causal: Any) -> tuple[nn.Linear, float | None]:
+    """The output projection and the soft cap of its logits; refuses what the chunked head would leave out."""
+    get_output_embeddings = getattr(causal, "get_output_embeddings", None)
+    lm_head = get_output_embeddings() if get_output_embeddings is not None else None
+    if type(lm_head) is not nn.Linear:
+        raise UnsupportedModelError(
+            f"loss.head: chunked needs a plain nn.Linear as output layer, {type(causal).__name__} has "
+            f"{type(lm_head).__name__}; set loss.head: naive",
+            field="head", found=type(lm_head).__name__,
+        )
+    config = causal.config.get_text_config()
+    for name in _LOGIT_SCALES:
+        if getattr(config, name, None) not in (None, 1.0):
+            raise UnsupportedModelError(
+                f"loss.head: chunked does not know the logit scale '{name}' of {type(causal).__name__}; "
+                "set loss.head: naive",
+                field="head", found=name,
+            )
+    return lm_head, getattr(config, "final_logit_softcapping", None)

@@ -1,0 +1,172 @@
+"""Recorded rollouts (JSONL) -> microbatches, and back.
+
+One line is one completion: ``{"group": 3, "prompt_ids": [..], "completion_ids": [..], "reward": 1.0}``; lines of one
+``group`` are completions of one prompt. ``old_logps`` and ``ref_logps``, one number per completion token, are
+optional. Order in the file is the order of training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from torch import Tensor
+
+from hilore.planner.microbatch import Microbatch, group_advantages, refuse_packed
+from hilore.planner.spec_types import ModelSpec
+from hilore.runtime.errors import HiloreError
+
+_Ids = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+
+
+class RolloutFileError(HiloreError):
+    """A file of recorded rollouts cannot be used. Attributes: ``path``, ``line``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One completion. ``advantage``: what ``reward`` became in its group; where a file has none, GRPO's is computed."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # noqa: RUF012
+
+    group: int
+    prompt_ids: _Ids
+    completion_ids: _Ids
+    reward: float
+    advantage: float | None = None
+    old_logps: tuple[float, ...] | None = None
+    ref_logps: tuple[float, ...] | None = None
+
+
+_ADAPTER = TypeAdapter(Rollout)
+
+
+def read_rollouts(path: str | Path) -> tuple[Rollout, ...]:
+    """All rollouts of a file with their advantages. Raises RolloutFileError, ``file:line: message``."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RolloutFileError(f"{path}: cannot be read: {error}", path=str(path), line=0) from error
+    rollouts = [_read_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rollouts:
+        raise RolloutFileError(f"{path}: holds no rollouts", path=str(path), line=0)
+    return with_advantages(rollouts)
+
+
+def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
+    """Write a file that ``read_rollouts`` reads; an earlier one is replaced whole or not at all."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            for rollout in rollouts:
+                kept = {key: value for key, value in asdict(rollout).items() if value is not None}
+                file.write(json.dumps(kept, allow_nan=False) + "\n")
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def with_advantages(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
+    """The same rollouts, GRPO advantages filled in for groups that have none. Raises RolloutFileError."""
+    groups: dict[int, list[int]] = {}
+    for index, rollout in enumerate(rollouts):
+        groups.setdefault(rollout.group, []).append(index)
+    result = list(rollouts)
+    for group, members in groups.items():
+        given = sum(rollouts[index].advantage is not None for index in members)
+        if given == len(members):
+            continue
+        if given:
+            raise RolloutFileError(
+                f"group {group}: advantage is given for {given} of {len(members)} rows; give it for all or for none",
+                path="", line=0,
+            )
+        advantages = group_advantages([rollouts[index].reward for index in members])
+        for index, advantage in zip(members, advantages, strict=True):
+            result[index] = replace(rollouts[index], advantage=advantage)
+    return tuple(result)
+
+
+def from_rollouts(
+    rollouts: Sequence[Rollout], spec: ModelSpec, *, pad_token: int = 0, device: str | torch.device = "cpu"
+) -> tuple[Microbatch, ...]:
+    """Microbatches of ``spec.batch.microbatch`` rows in the order given, each as wide as its longest rows.
+
+    A last, smaller microbatch is kept. Raises RolloutFileError for a row longer than the batch section allows, and
+    for a microbatch in which some rows have ``old_logps`` (``ref_logps``) and others none.
+    """
+    refuse_packed(spec)
+    rollouts = with_advantages(rollouts)
+    limits = (("prompt_ids", spec.batch.prompt_tokens), ("completion_ids", spec.batch.response_tokens))
+    for number, rollout in enumerate(rollouts, 1):
+        for name, limit in limits:
+            found = len(getattr(rollout, name))
+            if found > limit:
+                key = "prompt_tokens" if name == "prompt_ids" else "response_tokens"
+                raise RolloutFileError(
+                    f"rollout {number}: {name} has {found} tokens, batch.{key} is {limit}; raise batch.{key} to "
+                    f"{found} or record shorter rollouts",
+                    path="", line=number,
+                )
+    size = spec.batch.microbatch
+    return tuple(
+        _collate(rollouts[start : start + size], pad_token).to(device) for start in range(0, len(rollouts), size)
+    )
+
+
+def _collate(rows: Sequence[Rollout], pad_token: int) -> Microbatch:
+    prompt = max(len(row.prompt_ids) for row in rows)
+    response = max(len(row.completion_ids) for row in rows)
+    ids, mask = [], []
+    for row in rows:
+        left, right = prompt - len(row.prompt_ids), response - len(row.completion_ids)
+        ids.append([pad_token] * left + [*row.prompt_ids, *row.completion_ids] + [pad_token] * right)
+        mask.append([0] * left + [1] * (prompt + response - left - right) + [0] * right)
+    attention = torch.tensor(mask, dtype=torch.int64)
+    return Microbatch(
+        input_ids=torch.tensor(ids, dtype=torch.int64),
+        attention_mask=attention,
+        completion_mask=attention[:, prompt:].clone(),
+        advantages=torch.tensor([row.advantage or 0.0 for row in rows], dtype=torch.float32),
+        old_logps=_logps([row.old_logps for row in rows], response, "old_logps"),
+        ref_logps=_logps([row.ref_logps for row in rows], response, "ref_logps"),
+        padded=any(0 in row for row in mask),
+    )
+
+
+def _logps(rows: Sequence[tuple[float, ...] | None], width: int, name: str) -> Tensor | None:
+    given = [row for row in rows if row is not None]
+    if not given:
+        return None
+    if len(given) < len(rows):
+        raise RolloutFileError(
+            f"{name} is given for {len(given)} of {len(rows)} rows of one microbatch; give it for all or for none",
+            path="", line=0,
+        )
+    return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in given], dtype=torch.float32)
+
+
+def _read_line(path: str | Path, number: int, line: str) -> Rollout:
+    try:
+        rollout = _ADAPTER.validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the line"
+        raise RolloutFileError(f"{path}:{number}: {where}: {first['msg']}", path=str(path), line=number) from None
+    for name in ("old_logps", "ref_logps"):
+        values = getattr(rollout, name)
+        if values is not None and len(values) != len(rollout.completion_ids):
+            raise RolloutFileError(
+                f"{path}:{number}: {name} has {len(values)} numbers for {len(rollout.completion_ids)} completion tokens",
+                path=str(path), line=number,
+            )
+    return rollout
