@@ -63,12 +63,20 @@ def parse_budget(text: str, *, card_bytes: int = 0, margin_bytes: int = 0) -> in
     return amount
 
 
-def parse_margin(text: str) -> int:
-    """``--margin`` in bytes: as ``--budget``, and 0 is allowed. Raises BudgetError."""
-    amount = _parse_amount(text, "--margin")
-    if amount > LARGEST_MIB * MIB:
-        raise BudgetError(f"--margin {text} is over 2^24 MiB (16 TiB); a bare number is MiB", text=text)
-    return amount
+def parse_memory(budget: str, margin: str | None, *, card_bytes: int) -> tuple[int, int]:
+    """``--budget`` and ``--margin`` (None: the default) in bytes. Raises BudgetError as ``parse_budget``."""
+    if margin is not None:
+        margin_bytes = _parse_amount(margin, "--margin")
+    else:
+        margin_bytes = AUTO_MARGIN_BYTES if budget.strip() == "auto" else 0
+    return parse_budget(budget, card_bytes=card_bytes, margin_bytes=margin_bytes), margin_bytes
+
+
+def parse_limit(option: str, value: float, *, zero: bool) -> float:
+    """A finite number above 0 (``zero``: or 0). Raises BudgetError."""
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise BudgetError(f"{option} {value:g} must be a finite number {'of 0 or more' if zero else 'above 0'}")
+    return value
 
 
 def parse_delta(text: str) -> float:

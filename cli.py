@@ -1,0 +1,264 @@
+"""The command line: parse, call, print, exit code. No arithmetic.
+
+Exit codes: 0 done, 1 a bug of ours, 2 usage or input file, 3 feasible but the gap was not closed in time,
+4 infeasible, 5 nothing found in time, 6 verification failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+try:
+    import typer
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"hilore-plan needs {missing.name}: pip install 'hilore-plan[planner]'") from None
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+DEBUG = "HILORE_DEBUG"
+# Without a terminal (a pipe, a log) rich would fold tables to 80 columns.
+PIPE_WIDTH = 160
+EXTRAS = {
+    "ortools": "planner",
+    "networkx": "planner",
+    "rich": "planner",
+    "yaml": "planner",
+    "transformers": "hf",
+    "peft": "hf",
+    "gguf": "hf",
+    "safetensors": "hf",
+    "trl": "trl",
+}
+
+app = typer.Typer(
+    name="hilore-plan",
+    help="Plan which activations a GRPO update keeps, compresses or recomputes.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; messages of errors go to stderr, without a traceback."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        app(args=given, prog_name="hilore-plan")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BrokenPipeError:
+        # The reader of a pipe has seen enough; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        _complain("interrupted; files are as they were")
+        return 130
+    except Exception as error:  # noqa: BLE001 - the last place before the user, who gets a line and an exit code
+        return _report(error)
+    return 0
+
+
+def _report(error: Exception) -> int:
+    # Imported here because it brings torch, and --help should answer at once.
+    from hilore.runtime.errors import HiloreError, InternalError
+
+    if os.environ.get(DEBUG):
+        traceback.print_exception(error)
+    if isinstance(error, HiloreError) and not isinstance(error, InternalError):
+        _complain(error.message)
+        return error.exit_code
+    if isinstance(error, ModuleNotFoundError):
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is not None:
+            _complain(f"this command needs {error.name}: pip install 'hilore-plan[{extra}]'")
+            return 2
+    _complain(f"internal error: {type(error).__name__}: {error} (set {DEBUG}=1 for the traceback)")
+    return InternalError.exit_code
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+@app.command()
+def trace(
+    model: Annotated[str, typer.Argument(metavar="MODEL.YAML", help="The actor, as examples/*.yaml describe it.")],
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="Default: NAME.trace.json here.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Capture and profile the actor: regions, units, bytes and times, into a trace file."""
+    from hilore.planner import view
+    from hilore.planner.spec import load_spec
+    from hilore.planner.tracefile import save_trace
+
+    spec = load_spec(model)
+    path = out or f"{spec.name}.trace.json"
+    from hilore.planner.tracing import trace_spec
+
+    with _progress() as progress:
+        found = trace_spec(spec, progress)
+    save_trace(found, path)
+    if as_json:
+        _print_json(view.trace_json(found, path))
+        return
+    _print(*view.trace_tables(found), *view.trace_lines(found), f"written: {path}", view.trace_last_line(found))
+
+
+@app.command()
+def solve(
+    budget: Annotated[
+        str,
+        typer.Option(
+            "--budget",
+            metavar="MIB|auto",
+            help="Peak of allocated memory per GPU. A bare number is MiB (1024 x 1024 bytes); 30318MiB and 29.6GiB "
+            "are exact; MB and GB are refused. auto: the card less the margin.",
+        ),
+    ],
+    delta: Annotated[
+        str,
+        typer.Option("--delta", help="Allowed update error, as a multiple of the reference error; 0 forbids L."),
+    ],
+    trace_path: Annotated[
+        str | None, typer.Option("--trace", metavar="FILE", help="Default: the newest *.trace.json here.")
+    ] = None,
+    out: Annotated[str, typer.Option("--out", metavar="FOLDER", help="Where the plan files go.")] = "plans",
+    margin: Annotated[
+        str | None,
+        typer.Option(
+            "--margin",
+            metavar="MIB",
+            help="Memory of the card that is not PyTorch's (context, NCCL, fragmentation). Default: 0, and 1024 with "
+            "--budget auto.",
+        ),
+    ] = None,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", metavar="S", help="Seconds, for all regimes together.")
+    ] = 60.0,
+    gap: Annotated[
+        float, typer.Option("--gap", metavar="PCT", help="Allowed gap, percent of the step; 0 asks for proof.")
+    ] = 0.1,
+    granularity: Annotated[
+        Literal["unit", "layer"], typer.Option("--granularity", help="Grain of decisions: calls, or whole regions.")
+    ] = "unit",
+    as_json: JsonOption = False,
+) -> None:
+    """Find the fastest plans under the budget: four regimes of each length bucket, one file each."""
+    from hilore.planner import plan_view
+    from hilore.planner.budget import parse_delta, parse_limit, parse_memory
+    from hilore.planner.spec import spec_from_dict
+    from hilore.planner.tracefile import load_trace, newest_trace
+
+    wanted_delta = parse_delta(delta)
+    limit_s = parse_limit("--time-limit", time_limit, zero=False)
+    gap_percent = parse_limit("--gap", gap, zero=True)
+    path = Path(trace_path) if trace_path is not None else newest_trace()
+    found = load_trace(path)
+    spec_from_dict(found.spec)
+    budget_bytes, margin_bytes = parse_memory(budget, margin, card_bytes=found.card_bytes)
+    from hilore.planner.emit import solve_trace, write_plans
+
+    result = solve_trace(
+        found,
+        budget_bytes=budget_bytes,
+        delta=wanted_delta,
+        margin_bytes=margin_bytes,
+        time_limit_s=limit_s,
+        gap_percent=gap_percent,
+        granularity=granularity,
+        command=_command(),
+    )
+    written = write_plans(result, out)
+    if as_json:
+        _print_json(plan_view.solve_json(result, found, path, written))
+    else:
+        _print(*plan_view.solve_tables(result), *plan_view.solve_lines(result, found, path, written))
+    raise typer.Exit(result.exit_code)
+
+
+@app.command()
+def show(
+    plans: Annotated[list[str], typer.Argument(metavar="PLAN...", help="Plan files.")],
+    as_json: JsonOption = False,
+) -> None:
+    """What plans do, folded over regions that do the same."""
+    from hilore.planner import plan_view
+    from hilore.runtime.plan import load_plan
+
+    loaded = [load_plan(path) for path in plans]
+    if as_json:
+        _print_json({"plans": [plan_view.plan_json(plan) for plan in loaded]})
+        return
+    for plan in loaded:
+        _print(*plan_view.plan_lines(plan), plan_view.plan_table(plan))
+
+
+@app.command()
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A plan file.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The plan file to compare it with.")],
+    as_json: JsonOption = False,
+) -> None:
+    """What changed from one plan to another."""
+    from hilore.planner import plan_view
+    from hilore.runtime.plan import load_plan
+
+    changed = plan_view.plan_differences(load_plan(first), load_plan(second))
+    if as_json:
+        _print_json({"first": first, "second": second, "changed": changed})
+        return
+    _print(*(changed or ["the two plans do the same"]))
+
+
+def _command() -> str:
+    return shlex.join(["hilore-plan", *sys.argv[1:]])
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    plain = Console(markup=False, highlight=False)
+    return plain if plain.is_terminal else Console(markup=False, highlight=False, width=PIPE_WIDTH)
+
+
+def _print(*parts: str | Table) -> None:
+    console = _console()
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    print(json.dumps(data, allow_nan=False))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr where that is a terminal: ``report(step, done, total)``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(step: str, done: int, total: int) -> None:
+            bar.update(task, description=step, completed=done, total=total)
+
+        yield report
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""`show` and `diff`: what one plan does, folded over equal regions, and what changed between two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from rich.table import Table
+
+from hilore.planner.budget import mib
+from hilore.planner.view import fold, milliseconds
+from hilore.runtime.plan import Plan, RegionPlan, UnitPlan
+
+
+def plan_table(plan: Plan) -> Table:
+    """One row per run of regions that do the same."""
+    table = Table()
+    table.add_column("regions")
+    table.add_column("count", justify="right")
+    for column in ("H", "L", "R", "dead"):
+        table.add_column(column)
+    for _, group in groupby(plan.regions, key=_signature):
+        regions = list(group)
+        table.add_row(fold([region.name for region in regions]), str(len(regions)), *_cells(regions[0]))
+    return table
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The head of `show`: regime, budget, what is predicted, how it was found."""
+    regime, predicted, solver = plan.regime, plan.predicted, plan.solver
+    exposures = (
+        "exposure 0" if regime.label == "null" else f"exposure {regime.exposure_low:g} to {regime.exposure_high:g}"
+    )
+    calibration = "calibrated" if plan.calibrated else "uncalibrated: risk from the prior table"
+    held = sum(region.hold for region in plan.regions)
+    counts = ", ".join(f"{mode} {plan.count(mode)}" for mode in ("H", "L", "R"))
+    return [
+        f"{plan.name}, regime {regime.label} ({exposures}), {plan.length_bucket} tokens per row, set {plan.set_id}",
+        f"budget {mib(plan.budget_bytes)} (margin {mib(plan.margin_bytes)}), delta {plan.delta:g} "
+        f"of a reference error of {plan.delta_star:.3g} ({calibration})",
+        f"predicted peak {mib(predicted.peak_bytes)} in the {predicted.peak_event}, "
+        f"GC {mib(predicted.gc_peak_bytes)}, No-GC {mib(predicted.no_gc_peak_bytes)}",
+        f"predicted step {milliseconds(predicted.step_ns)} ms, GC {milliseconds(predicted.gc_step_ns)}, "
+        f"No-GC {milliseconds(predicted.no_gc_step_ns)}: gain over GC {gain_over_gc(plan):+.1%}; "
+        f"risk {predicted.risk:.3%}",
+        f"{len(plan.regions)} regions, {held} held; units {counts}",
+        f"solver {solver.name}: {solver.status}, gap {solver.gap:.3%}, {solver.wall_s:.2f} s",
+    ]
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """What `show --json` prints of one plan."""
+    return {
+        "path": plan.path,
+        "name": plan.name,
+        "set_id": plan.set_id,
+        "regime": plan.regime.label,
+        "length_bucket": plan.length_bucket,
+        "budget_bytes": plan.budget_bytes,
+        "delta": plan.delta,
+        "calibrated": plan.calibrated,
+        "peak_bytes": plan.predicted.peak_bytes,
+        "peak_event": plan.predicted.peak_event,
+        "step_ns": plan.predicted.step_ns,
+        "gain_over_gc": gain_over_gc(plan),
+        "risk": plan.predicted.risk,
+        "counts": {mode: plan.count(mode) for mode in ("H", "L", "R")},
+        "held": sum(region.hold for region in plan.regions),
+        "status": plan.solver.status,
+        "gap": plan.solver.gap,
+        "regions": [
+            {"regions": fold([region.name for region in regions]), "count": len(regions), **_modes(regions[0])}
+            for regions in (list(group) for _, group in groupby(plan.regions, key=_signature))
+        ],
+    }
+
+
+def gain_over_gc(plan: Plan) -> float:
+    """Share by which the plan trains more tokens in a second than gradient checkpointing does."""
+    return plan.predicted.gc_step_ns / plan.predicted.step_ns - 1
+
+
+def plan_differences(first: Plan, second: Plan) -> list[str]:
+    """What changed from ``first`` to ``second``, folded over regions that changed in the same way."""
+    lines = [
+        f"{name}: {a} -> {b}" for (name, a), (_, b) in zip(_figures(first), _figures(second), strict=True) if a != b
+    ]
+    before = {region.name: region for region in first.regions}
+    after = {region.name: region for region in second.regions}
+    gone = [name for name in before if name not in after]
+    new = [name for name in after if name not in before]
+    lines += [f"only in the first: {fold(gone)}"] if gone else []
+    lines += [f"only in the second: {fold(new)}"] if new else []
+    shared = [name for name in before if name in after]
+    changes = [(name, _region_changes(before[name], after[name])) for name in shared]
+    for changed, group in groupby(changes, key=lambda item: item[1]):
+        if changed:
+            lines.append(f"{fold([name for name, _ in group])}: {'; '.join(changed)}")
+    return lines
+
+
+def _figures(plan: Plan) -> Iterator[tuple[str, str]]:
+    predicted = plan.predicted
+    yield "name", plan.name
+    yield "regime", plan.regime.label
+    yield "tokens per row", str(plan.length_bucket)
+    yield "budget", mib(plan.budget_bytes)
+    yield "delta", f"{plan.delta:g}"
+    yield "predicted peak", f"{mib(predicted.peak_bytes)} in the {predicted.peak_event}"
+    yield "predicted step", f"{milliseconds(predicted.step_ns)} ms"
+    yield "gain over GC", f"{gain_over_gc(plan):+.1%}"
+    yield "risk", f"{predicted.risk:.3%}"
+    for mode in ("H", "L", "R"):
+        yield f"units at {mode}", str(plan.count(mode))
+    yield "held regions", str(sum(region.hold for region in plan.regions))
+
+
+def _region_changes(before: RegionPlan, after: RegionPlan) -> tuple[str, ...]:
+    changes = []
+    if before.hold != after.hold:
+        changes.append("now held" if after.hold else "no longer held")
+    old = {_relative(before, unit): _mode(unit) for unit in before.units}
+    new = {_relative(after, unit): _mode(unit) for unit in after.units}
+    for name in dict.fromkeys((*old, *new)):
+        if old.get(name) != new.get(name):
+            changes.append(f"{name} {old.get(name, 'absent')} -> {new.get(name, 'absent')}")
+    return tuple(changes)
+
+
+def _signature(region: RegionPlan) -> tuple[object, ...]:
+    return (region.hold, *((_relative(region, unit), _mode(unit), unit.dead) for unit in region.units))
+
+
+def _relative(region: RegionPlan, unit: UnitPlan) -> str:
+    return unit.name.removeprefix(region.name + ".")
+
+
+def _mode(unit: UnitPlan) -> str:
+    return f"L({unit.codec})" if unit.mode == "L" else unit.mode
+
+
+def _modes(region: RegionPlan) -> dict[str, Any]:
+    named = {mode: [_relative(region, u) for u in region.units if u.mode == mode] for mode in ("H", "R")}
+    return {
+        "hold": region.hold,
+        "H": named["H"],
+        "L": {_relative(region, u): u.codec for u in region.units if u.mode == "L"},
+        "R": named["R"],
+        "dead": [_relative(region, u) for u in region.units if u.dead],
+    }
+
+
+def _cells(region: RegionPlan) -> tuple[str, str, str, str]:
+    """H, L, R and dead as text; a dead unit is named under dead alone, since a replay leaves it out."""
+    if region.hold:
+        return "all (held)", "-", "-", "-"
+    lossy = (f"{_relative(region, u)} ({u.codec})" for u in region.units if u.mode == "L")
+    return (
+        ", ".join(_relative(region, u) for u in region.units if u.mode == "H") or "-",
+        ", ".join(lossy) or "-",
+        ", ".join(_relative(region, u) for u in region.units if u.mode == "R" and not u.dead) or "-",
+        ", ".join(_relative(region, u) for u in region.units if u.dead) or "-",
+    )
