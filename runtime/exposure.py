@@ -1,0 +1,222 @@
+"""Exposure: how strongly a microbatch's loss weighs its tokens, by ``omega_t = dLoss/dlogp_t``.
+
+Token errors add in quadrature, so a microbatch's exposure is the root mean square of omega over its loss tokens, in
+units of the loss's own length normaliser c: ``psi = sqrt(sum m omega^2 / sum m c^2)``. On policy and without a KL
+term it is about the RMS of the advantages, whatever the normaliser and the accumulation. docs/design.md, "Risk".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hilore.runtime.errors import ExposureError
+from hilore.runtime.losses import LossInputs, LossSpec, coefficients, length_normaliser
+
+LOG_MOVE = 0.5  # nats; see exposure_before_forward
+
+
+def known_before_forward(loss: LossSpec | str | Mapping[str, Any], old_logps: Tensor | None = None,
+                         **options: Any) -> bool:
+    """Whether omega is known without the forward's log-probs: the ratio is 1 by construction and beta is 0."""
+    return old_logps is None and LossSpec.of(loss, **options).beta == 0
+
+
+def token_coefficients(loss: LossSpec | str | Mapping[str, Any], advantages: Tensor, mask: Tensor,
+                       logps: Tensor | None, old_logps: Tensor | None = None, ref_logps: Tensor | None = None, *,
+                       weights: Tensor | None = None, rollout_ratio: Tensor | None = None,
+                       **options: Any) -> Tensor:
+    """omega = dLoss/dlogp [B, T]: float64 if an input is, else float32; 0 where the mask is 0.
+
+    ``advantages`` [B], [B, 1] or [B, T]; ``mask``, ``logps``, ``old_logps``, ``ref_logps`` [B, T]. ``old_logps``
+    None: the ratio is 1 by construction, and if beta is 0 ``logps`` may be None too. ``weights`` ([B, 1] or [B, T])
+    multiply the policy term (off-policy or entropy masks); ``rollout_ratio`` too, but for vespo, which takes it
+    into its sequence weight. ``options``: fields of LossSpec. Formulas and sources: runtime/losses.py.
+    Raises ExposureError for a missing input, shapes that disagree, and a NaN or infinite coefficient (naming the
+    first row).
+    """
+    spec = LossSpec.of(loss, **options)
+    inputs = _inputs(spec, advantages, mask, logps, old_logps, ref_logps, weights, rollout_ratio)
+    omega = coefficients(spec, inputs)
+    if not bool(torch.isfinite(omega).all()):
+        _raise_first(omega)
+    return omega
+
+
+def normalised_exposure(loss: LossSpec | str | Mapping[str, Any], advantages: Tensor, mask: Tensor,
+                        logps: Tensor | None = None, old_logps: Tensor | None = None,
+                        ref_logps: Tensor | None = None, *, weights: Tensor | None = None,
+                        rollout_ratio: Tensor | None = None, **options: Any) -> float:
+    """psi = sqrt(sum m omega^2 / sum m c^2); 0 only where omega is 0 everywhere. Arguments as token_coefficients."""
+    spec = LossSpec.of(loss, **options)
+    inputs = _inputs(spec, advantages, mask, logps, old_logps, ref_logps, weights, rollout_ratio)
+    return exposure_from_gradient(coefficients(spec, inputs), inputs.mask, length_normaliser(spec, inputs.mask))
+
+
+def exposure_from_gradient(gradient: Tensor, mask: Tensor, normaliser: Tensor | None = None) -> float:
+    """psi of any loss from its gradient by the log-probs [B, T] (unscaled, as autograd hands it to a hook).
+
+    ``normaliser``: c [B, T]; None: that of a mean over the mask's tokens. Raises ExposureError for NaN or infinity
+    where the mask is not 0.
+    """
+    mask = mask.to(device=gradient.device, dtype=torch.float64)
+    omega = torch.where(mask != 0, gradient.detach().double(), 0.0)
+    scale = mask / mask.sum().clamp(min=1.0) if normaliser is None else normaliser.double()
+    zero = omega.new_zeros(1)
+    # Divided by the peak first, so that no square underflows to 0 or overflows.
+    peak, scale_peak = torch.cat([omega.abs().flatten(), zero]).amax(), torch.cat([scale.flatten(), zero]).amax()
+    top = (mask * (omega / torch.where(peak > 0, peak, 1.0)).square()).sum()
+    bottom = (mask * (scale / torch.where(scale_peak > 0, scale_peak, 1.0)).square()).sum()
+    values = torch.stack([peak, scale_peak, top, bottom]).tolist()
+    if not math.isfinite(values[1]):
+        raise ExposureError("The length normaliser holds a NaN or an infinity.", missing="normaliser")
+    if not all(math.isfinite(value) for value in values):
+        _raise_first(omega)
+    if values[0] == 0 or values[3] == 0:
+        return 0.0
+    return float(values[0] / values[1] * math.sqrt(values[2] / values[3]))
+
+
+def exposure_before_forward(loss: LossSpec | str | Mapping[str, Any], advantages: Tensor, mask: Tensor,
+                            logps: Tensor | None = None, old_logps: Tensor | None = None,
+                            ref_logps: Tensor | None = None, *, weights: Tensor | None = None,
+                            rollout_ratio: Tensor | None = None, **options: Any) -> float:
+    """psi before the forward: exact where it is known (or ``logps`` is given), else an upper bound.
+
+    The bound assumes that no log-prob lies more than LOG_MOVE = 0.5 nats from the old one, or below the reference's;
+    ``confirm`` computes the exact value after the forward and demotes where it was exceeded. Raises as
+    token_coefficients, but for log-probs that are missing.
+    """
+    spec = LossSpec.of(loss, **options)
+    if (logps is not None and (spec.beta == 0 or ref_logps is not None)) or known_before_forward(spec, old_logps):
+        return normalised_exposure(spec, advantages, mask, logps, old_logps, ref_logps, weights=weights,
+                                   rollout_ratio=rollout_ratio)
+    without_kl = LossSpec.of(spec, beta=0.0)
+    inputs = _inputs(without_kl, advantages, mask, None, None, None, weights, rollout_ratio)
+    scale = length_normaliser(spec, inputs.mask)
+    largest_ratio = 1.0 if old_logps is None else math.exp(LOG_MOVE)
+    policy = coefficients(without_kl, inputs).abs() if old_logps is None else _policy_bound(spec, inputs, scale)
+    slope = math.expm1(LOG_MOVE) * (1.0 if not spec.bias_correction else 2 * largest_ratio)
+    return exposure_from_gradient(policy + spec.beta * slope * scale, inputs.mask, scale)
+
+
+def _policy_bound(spec: LossSpec, inputs: LossInputs, scale: Tensor) -> Tensor:
+    """Largest |omega| of the policy term for ratios up to exp(LOG_MOVE), [B, T]."""
+    largest = math.exp(LOG_MOVE)
+    positive = negative = largest
+    if spec.kind == "cispo":
+        positive = negative = min(largest, spec.clip_high)
+    elif spec.kind == "vespo":
+        positive, negative = (math.exp(rate - k) * (k / rate) ** k for k, rate in
+                              (spec.vespo_positive, spec.vespo_negative))
+    elif spec.kind != "sapo":
+        positive = min(largest, 1 + spec.clip_high)
+    factor = torch.where(inputs.advantages > 0, positive, negative).to(scale.dtype)
+    bound = scale * inputs.advantages.abs() * factor
+    bound = bound if inputs.weights is None else bound * inputs.weights.abs()
+    if spec.level == "sequence" and spec.kind not in ("cispo", "vespo"):
+        bound = inputs.mask / inputs.row_tokens * bound.sum(-1, keepdim=True)
+    return bound
+
+
+class LogprobHook:
+    """Measures the exposure of any loss: a hook on the log-probs, which fires before any layer's backward.
+
+    ``exposure`` is None until then. ``when_known`` is called with it. ``remove()`` takes the hook off.
+    """
+
+    def __init__(self, logps: Tensor, mask: Tensor, normaliser: Tensor | None = None,
+                 when_known: Callable[[float], object] | None = None) -> None:
+        self.exposure: float | None = None
+        if not logps.requires_grad:
+            raise ExposureError("The log-probs do not require a gradient, so no hook on them can fire; attach it to "
+                                "those of the forward that backward runs through.", missing="logps")
+        self._mask, self._normaliser, self._when_known = mask, normaliser, when_known
+        self._handle = cast(Any, logps).register_hook(self._fire)
+
+    def _fire(self, gradient: Tensor) -> None:
+        self.exposure = exposure_from_gradient(gradient, self._mask, self._normaliser)
+        if self._when_known is not None:
+            self._when_known(self.exposure)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+def group_advantages(rewards: Tensor, group_size: int, *, scale: bool = True, epsilon: float = 1e-4) -> Tensor:
+    """Group-relative advantages [N] of ``rewards`` [N], groups of ``group_size`` consecutive rows.
+
+    Reward less the group's mean, divided (``scale``) by its unbiased standard deviation plus ``epsilon``, as trl
+    1.16. A group without variance, one sample among them, gives exactly 0. Raises ExposureError for a reward that is
+    not finite, or a number of rewards that is no multiple of ``group_size``.
+    """
+    if group_size < 1 or rewards.dim() != 1 or rewards.numel() % group_size:
+        raise ExposureError(f"{tuple(rewards.shape)} rewards cannot be cut into groups of {group_size}.",
+                            group_size=group_size)
+    groups = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).view(-1, group_size)
+    if not bool(torch.isfinite(groups).all()):
+        row = int((~torch.isfinite(groups)).flatten().nonzero()[0])
+        raise ExposureError(f"Reward {row} is {float(rewards[row])}.", row=row)
+    centred = groups - groups.mean(dim=1, keepdim=True)
+    if scale and group_size > 1:
+        centred = centred / (groups.std(dim=1, keepdim=True) + epsilon)
+    flat = groups.amax(dim=1, keepdim=True) == groups.amin(dim=1, keepdim=True)
+    return torch.where(flat, 0.0, centred).view(-1)
+
+
+def _inputs(spec: LossSpec, advantages: Tensor, mask: Tensor, logps: Tensor | None, old_logps: Tensor | None,
+            ref_logps: Tensor | None, weights: Tensor | None, rollout_ratio: Tensor | None) -> LossInputs:
+    """Checked, detached, of one dtype and device (the mask's)."""
+    if logps is None and not known_before_forward(spec, old_logps):
+        reason = "old_logps are given, so the ratio depends on them" if old_logps is not None else \
+            f"beta is {spec.beta}, so the KL term depends on them"
+        raise ExposureError(f"logps are missing: {reason}. Pass the log-probs of the forward, or use "
+                            "exposure_before_forward for a bound.", missing="logps")
+    if spec.beta != 0 and ref_logps is None:
+        raise ExposureError(f"ref_logps are missing: beta is {spec.beta}. Pass the reference's log-probs, or a loss "
+                            "with beta=0 if it has no KL term.", missing="ref_logps")
+    given = {"logps": logps, "old_logps": old_logps, "ref_logps": ref_logps if spec.beta != 0 else None,
+             "weights": weights, "rollout_ratio": rollout_ratio,
+             "advantages": advantages.unsqueeze(1) if advantages.dim() == 1 else advantages}
+    dtype = torch.float32
+    for name, tensor in given.items():
+        if tensor is not None:
+            _check_shape(name, tensor, mask)
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    ready = {name: None if tensor is None else tensor.detach().to(device=mask.device, dtype=dtype)
+             for name, tensor in given.items()}
+    floats = mask.detach().to(dtype)
+    policy, old, reference = ready["logps"], ready["old_logps"], ready["ref_logps"]
+    log_ratio = torch.zeros_like(floats) if policy is None else policy - (policy if old is None else old)
+    distance = None if reference is None or policy is None else reference - policy
+    weight, rollout = ready["weights"], ready["rollout_ratio"]
+    if rollout is not None and spec.kind != "vespo":
+        weight = rollout if weight is None else weight * rollout
+    assert ready["advantages"] is not None
+    return LossInputs(
+        advantages=ready["advantages"], mask=floats, log_ratio=_masked(log_ratio, floats),
+        reference=None if distance is None else _masked(distance, floats),
+        weights=weight, rollout_ratio=rollout)
+
+
+def _check_shape(name: str, tensor: Tensor, mask: Tensor) -> None:
+    narrow = name in ("advantages", "weights", "rollout_ratio")
+    if mask.dim() != 2 or tensor.dim() != 2 or tensor.shape[0] != mask.shape[0] or \
+            tensor.shape[1] not in ((1, mask.shape[1]) if narrow else (mask.shape[1],)):
+        raise ExposureError(f"{name} has shape {tuple(tensor.shape)}, the mask {tuple(mask.shape)}; expected one row "
+                            "per sequence and one column per response token.", name=name,
+                            shape=tuple(tensor.shape), mask_shape=tuple(mask.shape))
+
+
+def _masked(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask != 0, values, torch.zeros_like(values))
+
+
+def _raise_first(omega: Tensor) -> None:
+    row, token = (int(index) for index in (~torch.isfinite(omega)).nonzero()[0])
+    raise ExposureError(f"The loss coefficient of row {row}, token {token} is {float(omega[row, token])}; check that "
+                        "row's advantage and log-probs.", row=row, token=token)
