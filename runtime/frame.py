@@ -97,7 +97,6 @@ class Frame:
         self.records: dict[str, UnitRecord] = {}
         self.record: UnitRecord | None = None
         self.replaying = False
-        self.demoted = False
         self._cursor = 0
         self._entry_cursor = 0
         self._pending = 0
@@ -157,8 +156,9 @@ class Frame:
         for tensor, version in self.input_versions:
             if tensor._version != version:
                 raise mutated(self.region_name, version, tensor._version)
-        self.demoted = self.choice.demoted
-        self.actions = self.choice.actions(self.region)
+        # A second replay (retain_graph) finds the store empty: then every unit runs.
+        again = any(record.released for record in self.records.values())
+        self.actions = {} if again else self.choice.actions(self.region)
         self._cursor = 0
         self._answered = set()
         self._pending = len(self.slots) + sum(record.needs_replay for record in self.records.values())
@@ -230,9 +230,9 @@ class Frame:
         if unit_name in self._answered:
             raise self.mismatch(f"{unit_name} was called twice")
         self._answered.add(unit_name)
-        action = self.actions[unit_name]
-        record.ran_in_replay = not (action.kept or action.dead)
-        if record.ran_in_replay:
+        action = self.actions.get(unit_name)
+        record.ran_in_replay = action is None or not (action.kept or action.dead)
+        if action is None or record.ran_in_replay:
             result = self._rerun(record, call, args, kwargs)
         else:
             if record.random_after is not None:

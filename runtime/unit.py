@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from hilore.runtime.frame import Frame
 
 
+_ANCHOR = torch.zeros((), requires_grad=True)
+
+
 @dataclass(frozen=True, slots=True)
 class UnitBinding:
     """A unit of the plan bound to the model. ``module`` runs the call (attention: the module that calls it)."""
@@ -159,6 +162,7 @@ class UnitRecord:
         "ran_in_replay",
         "random_after",
         "region_name",
+        "released",
         "roles",
         "template",
         "unit",
@@ -176,6 +180,7 @@ class UnitRecord:
         self.template: tuple[Any, ...] = ()
         self.output_requires_grad = False
         self.ran_in_replay = False
+        self.released = False
         self.random_after: RandomState | None = None
 
     def pack(self, frame: Frame, tensor: torch.Tensor) -> Entry:
@@ -211,9 +216,16 @@ class UnitRecord:
         return any(role.dropped for role in self.roles)
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replay: hand over arguments and output to the entries and return the output without running the call."""
+        """Replay: hand over arguments and output to the entries and return the output without running the call.
+
+        The store lets go of the output here: from now on only the replay and the entries hold it.
+        """
         arguments = tensors_in(args, kwargs)
-        stored = self.kept.restore(self.unit.name) if self.kept is not None else None
+        stored = None
+        if self.kept is not None:
+            stored = self.kept.restore(self.unit.name)
+            self.kept = None
+            self.released = True
         for role, reference in zip(self.roles, self.entries, strict=True):
             entry = reference()
             if entry is None or not role.dropped:
@@ -324,12 +336,25 @@ def output_of(unit_name: str, result: Any) -> tuple[torch.Tensor, int]:
     return result[places[0]], places[0]
 
 
+class _Alias(torch.autograd.Function):
+    """An alias of a stored tensor behind a node that holds nothing: a leaf would be held by its accumulation node
+    until the whole replay is over."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        return stored.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ReplayMismatchError("a backward ran through a replay; replays only make tensors")
+
+
 def non_leaf_alias(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     """``tensor`` as backward-time code must see it: a non-leaf with the requires_grad of the forward."""
-    alias = tensor.detach()
     if not requires_grad:
-        return alias
-    return alias.requires_grad_().view_as(alias)
+        return tensor.detach()
+    alias: torch.Tensor = _Alias.apply(_ANCHOR, tensor)  # type: ignore[no-untyped-call]
+    return alias
 
 
 def mutated(unit_name: str, saved_version: int, version: int) -> SavedTensorMutated:

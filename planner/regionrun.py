@@ -1,0 +1,147 @@
+"""Run one region of an actor alone, with the arguments it gets inside the model: what profiling measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from hilore.runtime.frame import Frame
+from hilore.runtime.huggingface import unwrap_attention, wrap_attention
+from hilore.runtime.region import ATTENTION, Action, Choice, RegionActions, RegionBinding
+from hilore.runtime.stats import Stats
+from hilore.runtime.unit import UnitBinding
+
+
+@dataclass(frozen=True, slots=True)
+class RegionInputs:
+    """A region's arguments without history. ``boundary`` [B, T, d] is the first; the rest is shared by all regions."""
+
+    boundary: torch.Tensor
+    requires_grad: bool
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def fresh_boundary(self) -> torch.Tensor:
+        """A new non-leaf tensor like the boundary, as a region gets it."""
+        fresh = torch.empty_like(self.boundary) if self.boundary.is_meta else self.boundary.clone()
+        return fresh.requires_grad_() if self.requires_grad else fresh
+
+
+def region_inputs(
+    forward: Callable[[], object], modules: dict[str, nn.Module], wanted: Iterable[str]
+) -> dict[str, RegionInputs]:
+    """Run ``forward`` once and record the arguments of the wanted regions (by name)."""
+    found: dict[str, RegionInputs] = {}
+    handles = []
+    for name in wanted:
+
+        def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+            boundary, *rest = args
+            found[name] = RegionInputs(
+                boundary.detach(), boundary.requires_grad, tuple(map(_detached, rest)), tree_map(_detached, kwargs)
+            )
+
+        handles.append(modules[name].register_forward_pre_hook(record, with_kwargs=True))
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _detached(item: Any) -> Any:
+    return item.detach() if isinstance(item, torch.Tensor) else item
+
+
+@dataclass(frozen=True, slots=True)
+class RegionRunner:
+    """One region that can be run held, under plain checkpointing, or with any set of kept units.
+
+    ``units`` maps the name relative to the region to the unit.
+    """
+
+    binding: RegionBinding
+    inputs: RegionInputs
+    units: dict[str, UnitBinding]
+
+    @classmethod
+    def of(
+        cls, name: str, module: nn.Module, inputs: RegionInputs, units: dict[str, tuple[str, nn.Module]]
+    ) -> RegionRunner:
+        """``units``: relative name -> (kind, module)."""
+        bound = {
+            relative: UnitBinding(f"{name}.{relative}", ATTENTION if kind == ATTENTION else "module", unit_module, {})
+            for relative, (kind, unit_module) in units.items()
+        }
+        binding = RegionBinding(name, module, {unit.name: unit for unit in bound.values()})
+        return cls(binding, inputs, bound)
+
+    def call(self, boundary: torch.Tensor) -> torch.Tensor:
+        """The region's forward as it is (held)."""
+        return _first_tensor(self.binding.module(boundary, *self.inputs.args, **self.inputs.kwargs))
+
+    def frame(self, kept: Iterable[str], dead: Iterable[str], boundary: torch.Tensor) -> Frame:
+        """A frame of this region that keeps ``kept`` exactly and leaves out ``dead`` (relative names)."""
+        choice = choice_for(self.binding.name, self.units, frozenset(kept), frozenset(dead))
+        forward = self.binding.module.forward
+        return Frame(self.binding, choice, forward, (boundary, *self.inputs.args), self.inputs.kwargs)
+
+    def with_frame(self, kept: Iterable[str], dead: Iterable[str], boundary: torch.Tensor) -> torch.Tensor:
+        return _first_tensor(self.frame(kept, dead, boundary).run())
+
+    def checkpointed(self, boundary: torch.Tensor) -> torch.Tensor:
+        """The region as Hugging Face's gradient checkpointing runs it."""
+        from torch.utils.checkpoint import checkpoint
+
+        module, inputs = self.binding.module, self.inputs
+
+        def forward(hidden: torch.Tensor) -> Any:
+            return module(hidden, *inputs.args, **inputs.kwargs)
+
+        return _first_tensor(checkpoint(forward, boundary, use_reentrant=False))
+
+    def without_history(self) -> RegionRunner:
+        """The same with a boundary that needs no gradient."""
+        return replace(self, inputs=replace(self.inputs, requires_grad=False))
+
+
+def choice_for(
+    region: str, units: dict[str, UnitBinding], kept: frozenset[str], dead: frozenset[str]
+) -> Choice:
+    """A choice of one region with these units kept exactly and these dead."""
+    actions = {
+        unit.name: Action(relative in kept, None, relative in dead and relative not in kept)
+        for relative, unit in units.items()
+    }
+    recordable = frozenset(name for name, action in actions.items() if action.kept or action.dead)
+    compiled = RegionActions(False, actions, actions, recordable)
+    return Choice(_ANY_PLAN, {region: compiled}, Stats(), demoted=False)
+
+
+@contextmanager
+def attention_wrapped(model: nn.Module) -> Iterator[None]:
+    """Attention calls reach the running frame inside this block (Hugging Face models)."""
+    config = getattr(model, "config", None)
+    implementation = getattr(config, "_attn_implementation", None)
+    wrapped = wrap_attention(implementation) if implementation else None
+    try:
+        yield
+    finally:
+        if wrapped is not None and implementation is not None:
+            unwrap_attention(implementation, wrapped)
+
+
+def _first_tensor(result: Any) -> torch.Tensor:
+    tensor = result[0] if isinstance(result, tuple) else result
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+_ANY_PLAN: Any = object()
