@@ -38,6 +38,7 @@ from hilore.planner.spec_types import (
     Resident,
 )
 from hilore.planner.yaml_lines import Document, Problem, parse_yaml, place
+from hilore.runtime.codecs import CODEC_NAMES
 from hilore.runtime.errors import HiloreError
 
 __all__ = [
@@ -254,14 +255,18 @@ def _read_name(document: Document, problems: list[Problem]) -> str:
 
 
 def _read_codecs(document: Document, problems: list[Problem]) -> tuple[str, ...] | None:
-    codecs = document.data.get("codecs")
-    if codecs is None and "codecs" not in document.data:
+    if "codecs" not in document.data:
         return None
-    if not isinstance(codecs, list) or not all(isinstance(codec, str) for codec in codecs):
+    codecs = document.data["codecs"]
+    if not isinstance(codecs, list):
         problems.append(Problem(document.line("codecs"), f"codecs must be a list of codec names, found {codecs!r}"))
         return ()
-    if len(set(codecs)) < len(codecs):
-        problems.append(Problem(document.line("codecs"), "codecs names a codec twice"))
+    for index, codec in enumerate(codecs):
+        line = document.line("codecs", index)
+        if codec not in CODEC_NAMES:
+            problems.append(Problem(line, unknown_value("a codec", codec, CODEC_NAMES)))
+        elif codec in codecs[:index]:
+            problems.append(Problem(line, f"codec '{codec}' is named twice"))
     return tuple(codecs)
 
 
