@@ -49,6 +49,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+TraceOption = Annotated[
+    str | None, typer.Option("--trace", metavar="FILE", help="Default: the newest *.trace.json here.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 
 
@@ -131,9 +134,7 @@ def solve(
         str,
         typer.Option("--delta", help="Allowed update error, as a multiple of the reference error; 0 forbids L."),
     ],
-    trace_path: Annotated[
-        str | None, typer.Option("--trace", metavar="FILE", help="Default: the newest *.trace.json here.")
-    ] = None,
+    trace_path: TraceOption = None,
     out: Annotated[str, typer.Option("--out", metavar="FOLDER", help="Where the plan files go.")] = "plans",
     margin: Annotated[
         str | None,
@@ -203,6 +204,26 @@ def show(
         return
     for plan in loaded:
         _print(*plan_view.plan_lines(plan), plan_view.plan_table(plan))
+
+
+@app.command()
+def explain(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file.")],
+    unit: Annotated[str, typer.Argument(metavar="UNIT", help="As in the plan: model.layers.17.mlp.gate_proj")],
+    trace_path: TraceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Why a unit is what it is: what binds, and the price of each alternative."""
+    from hilore.planner import explain as explaining
+    from hilore.planner.tracefile import load_trace, newest_trace
+    from hilore.runtime.plan import load_plan
+
+    path = trace_path if trace_path is not None else newest_trace()
+    found = explaining.explain_unit(load_plan(plan), load_trace(path), unit)
+    if as_json:
+        _print_json(explaining.explanation_json(found))
+        return
+    _print(*explaining.explanation_lines(found), explaining.explanation_table(found))
 
 
 @app.command()
