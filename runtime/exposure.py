@@ -220,3 +220,16 @@ def _raise_first(omega: Tensor) -> None:
     row, token = (int(index) for index in (~torch.isfinite(omega)).nonzero()[0])
     raise ExposureError(f"The loss coefficient of row {row}, token {token} is {float(omega[row, token])}; check that "
                         "row's advantage and log-probs.", row=row, token=token)
+
+
+__all__ = [
+    "LOG_MOVE",
+    "LogprobHook",
+    "LossSpec",
+    "exposure_before_forward",
+    "exposure_from_gradient",
+    "group_advantages",
+    "known_before_forward",
+    "normalised_exposure",
+    "token_coefficients",
+]

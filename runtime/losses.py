@@ -98,8 +98,8 @@ def _check_name(what: str, name: str, known: list[str] | tuple[str, ...]) -> Non
     if name not in known:
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
-        raise ExposureError(f"Unknown {what} {name!r}{hint} Known: {', '.join(known)}. For another loss use "
-                            "exposure_from_gradient.", name=name)
+        other = " For another loss use exposure_from_gradient." if what == "loss kind" else ""
+        raise ExposureError(f"Unknown {what} {name!r}{hint} Known: {', '.join(known)}.{other}", name=name)
 
 
 def _out_of_range(name: str, value: object, allowed: str) -> ExposureError:
@@ -216,7 +216,7 @@ def _cispo(spec: LossSpec, advantages: Tensor, ratio: Tensor) -> Tensor:
 def _sapo(spec: LossSpec, advantages: Tensor, ratio: Tensor) -> Tensor:
     """l = -A 4 sigmoid(tau (r - 1)) / tau: g = -A 4 s (1 - s) r with s = sigmoid(tau (r - 1))."""
     positive, other = spec.sapo_temperatures
-    gate = torch.where(advantages > 0, positive, other).to(ratio.dtype) * (ratio - 1)
+    gate = _choose(advantages > 0, positive, other, ratio.dtype) * (ratio - 1)
     return -advantages * 4 * torch.sigmoid(gate) * torch.sigmoid(-gate) * ratio
 
 
@@ -231,6 +231,15 @@ def _vespo(spec: LossSpec, inputs: LossInputs) -> Tensor:
         log_weight = log_weight + log_rollout.sum(-1, keepdim=True)
     log_weight = log_weight.clamp(_VESPO_LOG_FLOOR, _VESPO_LOG_CAP)
     (k_positive, rate_positive), (k_negative, rate_negative) = spec.vespo_positive, spec.vespo_negative
-    power = torch.where(inputs.advantages >= 0, k_positive, k_negative).to(log_weight.dtype)
-    rate = torch.where(inputs.advantages >= 0, rate_positive, rate_negative).clamp(min=1e-4).to(log_weight.dtype)
+    at_least_0 = inputs.advantages >= 0
+    power = _choose(at_least_0, k_positive, k_negative, log_weight.dtype)
+    rate = _choose(at_least_0, rate_positive, rate_negative, log_weight.dtype).clamp(min=1e-4)
     return -inputs.advantages * torch.exp(rate + power * log_weight - rate * log_weight.exp())
+
+
+def _choose(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
+    """torch.where of two numbers is float32 whatever the rest is."""
+    def constant(value: float) -> Tensor:
+        return torch.full((), value, dtype=dtype, device=condition.device)
+
+    return torch.where(condition, constant(yes), constant(no))
