@@ -101,7 +101,7 @@ class Loss:
     __pydantic_config__ = _STRICT
 
     kind: LossKind
-    clip_low: Share
+    clip_low: Annotated[float, Field(ge=0)]
     clip_high: Annotated[float, Field(ge=0)]
     beta: Annotated[float, Field(ge=0)]
     inner_epochs: Positive

@@ -1,0 +1,265 @@
+"""cli.py: what is called with what, what is printed where, exit codes, and files left alone on errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hilore.cli import main
+from hilore.planner.spec import ModelSpec, spec_as_dict
+from hilore.planner.trace import Trace
+from hilore.planner.tracefile import load_trace, save_trace
+from hilore.planner.verify import reference_peaks
+from hilore.planner.view import fold, suggested_budget_mib
+from hilore.runtime.errors import HiloreError, InternalError
+from tests.solver_fixtures import qwen_trace
+from tests.specs import spec_of
+
+MIB = 2**20
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs one command in an empty folder; gives exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HILORE_DEBUG", raising=False)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    """A model.yaml in the folder that commands run in."""
+    return spec_of(tmp_path)
+
+
+def tiny_trace() -> Trace:
+    return replace(qwen_trace(layers=4), name="tiny", spec=spec_as_dict(spec_of()), notes=("one thing to know",))
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> None:
+    """A module of the planner that holds only these functions."""
+    module = ModuleType(name)
+    for key, value in functions.items():
+        setattr(module, key, value)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def fake_tracing(monkeypatch: pytest.MonkeyPatch, outcome: Trace | Exception) -> list[ModelSpec]:
+    seen: list[ModelSpec] = []
+
+    def trace_spec(spec: ModelSpec, progress: Callable[[str, int, int], None]) -> Trace:
+        seen.append(spec)
+        progress("capture", 1, 2)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    stand_in(monkeypatch, "hilore.planner.tracing", trace_spec=trace_spec)
+    return seen
+
+
+def test_trace_writes_the_file_and_ends_with_a_budget_to_try(
+    run: Run, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tiny_trace()
+    seen = fake_tracing(monkeypatch, found)
+    code, out, err = run("trace", "model.yaml")
+    assert (code, err) == (0, "")
+    assert [given.name for given in seen] == ["tiny"]
+    assert load_trace("tiny.trace.json") == found
+    lines = out.splitlines()
+    budget = suggested_budget_mib(found)
+    gc_bytes, no_gc_bytes = reference_peaks(found)
+    assert gc_bytes < budget * MIB < no_gc_bytes
+    assert lines[-1] == (
+        f"GC peak {gc_bytes / MIB:,.1f} MiB, No-GC peak {no_gc_bytes / MIB:,.1f} MiB, card none (cpu): "
+        f"try --budget {budget}"
+    )
+    assert "written: tiny.trace.json" in lines
+    assert "note: one thing to know" in lines
+    assert "region_grain: layer" in next(line for line in lines if line.startswith("defaults taken: "))
+    down = next(line for line in lines if "mlp.down_proj" in line)
+    assert "dead" in down
+    assert "dead" not in next(line for line in lines if "mlp.gate_proj" in line)
+    assert "int8-g128" in next(line for line in lines if "mlp.gate_proj" in line)
+    assert any(line.startswith("model.layers.0-3: 4 regions of class decoder") for line in lines)
+
+
+def test_trace_json_is_one_object(run: Run, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_tracing(monkeypatch, tiny_trace())
+    code, out, _ = run("trace", "model.yaml", "--json", "--out", "here.trace.json")
+    assert code == 0
+    data = json.loads(out)
+    assert data["trace"] == "here.trace.json"
+    assert (data["regions"], data["units"], data["card_bytes"]) == (4, 32, 0)
+    assert (data["gc_peak_bytes"], data["no_gc_peak_bytes"]) == reference_peaks(tiny_trace())
+    assert Path("here.trace.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (HiloreError("model.layers.0: cannot be traced"), 2, "model.layers.0: cannot be traced\n"),
+        (
+            InternalError("sums disagree"),
+            1,
+            "internal error: InternalError: sums disagree (set HILORE_DEBUG=1 for the traceback)\n",
+        ),
+        (ZeroDivisionError("x"), 1, "internal error: ZeroDivisionError: x (set HILORE_DEBUG=1 for the traceback)\n"),
+        (
+            ModuleNotFoundError("No module named 'peft'", name="peft"),
+            2,
+            "this command needs peft: pip install 'hilore-plan[hf]'\n",
+        ),
+        (
+            ModuleNotFoundError("No module named 'hilore.planner.gone'", name="hilore.planner.gone"),
+            1,
+            "internal error: ModuleNotFoundError: No module named 'hilore.planner.gone' "
+            "(set HILORE_DEBUG=1 for the traceback)\n",
+        ),
+    ],
+)
+def test_a_failed_trace_says_so_and_leaves_the_earlier_file(
+    run: Run, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, message: str
+) -> None:
+    fake_tracing(monkeypatch, error)
+    Path("tiny.trace.json").write_text("earlier")
+    assert run("trace", "model.yaml") == (code, "", message)
+    assert Path("tiny.trace.json").read_text() == "earlier"
+    assert sorted(path.name for path in Path().iterdir()) == ["model.yaml", "tiny.trace.json"]
+
+
+def test_the_traceback_is_there_for_who_asks(run: Run, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_tracing(monkeypatch, ZeroDivisionError("x"))
+    monkeypatch.setenv("HILORE_DEBUG", "1")
+    code, _, err = run("trace", "model.yaml")
+    assert code == 1
+    assert "Traceback (most recent call last)" in err
+    assert "in trace_spec" in err
+
+
+def test_missing_input_files(run: Run) -> None:
+    assert run("trace", "nowhere.yaml") == (2, "", "nowhere.yaml: no such file\n")
+    assert run("solve", "--budget", "30", "--delta", "1") == (
+        2,
+        "",
+        "no *.trace.json in this folder; make one with: hilore-plan trace model.yaml\n",
+    )
+    assert run("solve", "--budget", "30", "--delta", "1", "--trace", "x.trace.json") == (
+        2,
+        "",
+        "x.trace.json: no such file; make it with: hilore-plan trace model.yaml\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--budget", "30"], "Missing option '--delta'"),
+        (["--delta", "1"], "Missing option '--budget'"),
+        (["--budget", "30", "--delta", "nan"], "--delta nan must be a finite number"),
+        (["--budget", "30GB", "--delta", "1"], "--budget 30GB: people disagree on GB"),
+        (["--budget", "-1", "--delta", "1"], "--budget -1 is not an amount of memory"),
+        (["--budget", "auto", "--delta", "1"], "--budget auto needs a GPU in the trace"),
+        (["--budget", "30", "--delta", "1", "--time-limit", "0"], "--time-limit 0 must be a finite number above 0"),
+        (["--budget", "30", "--delta", "1", "--gap", "-1"], "--gap -1 must be a finite number of 0 or more"),
+        (["--budget", "30", "--delta", "1", "--granularity", "block"], "'block' is not one of"),
+        (["--bugdet", "30", "--delta", "1"], "No such option: --bugdet"),
+    ],
+)
+def test_wrong_options_leave_the_plans_alone(run: Run, options: list[str], expected: str) -> None:
+    save_trace(tiny_trace(), "tiny.trace.json")
+    Path("plans").mkdir()
+    Path("plans/tiny.low.json").write_text("earlier")
+    code, out, err = run("solve", *options)
+    assert (code, out) == (2, "")
+    assert expected in err
+    assert "Traceback" not in err
+    assert [path.name for path in Path("plans").iterdir()] == ["tiny.low.json"]
+    assert Path("plans/tiny.low.json").read_text() == "earlier"
+
+
+def test_solve_refuses_a_trace_whose_spec_was_changed(run: Run) -> None:
+    found = tiny_trace()
+    found.spec["batch"]["microbatch"] = 0
+    save_trace(found, "tiny.trace.json")
+    code, out, err = run("solve", "--budget", "9000", "--delta", "1")
+    assert (code, out) == (2, "")
+    assert err == "spec in the trace: batch.microbatch: Input should be greater than 0\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('"estimated": true', '"estimatd": true', "estimated: Field required"),
+        ('"rows": 1', '"rows": 1.0', "buckets.0.rows: Input should be a valid integer"),
+        ('"rows": 1', '"rows": 1,\n   "row": 1', "unknown fields: buckets.0.row"),
+        ('"rows": 1', '"rows": 1,\n   "rows": 2', "duplicate key 'rows'"),
+        ('"trace_version": 1', '"trace_version": 2', "trace_version is 2, this hilore-plan reads 1"),
+        ('"interaction": 1.05', '"interaction": NaN', "NaN is not a number that a trace can hold"),
+        ('"created_at"', "", "not valid JSON (cut short?)"),
+    ],
+)
+def test_a_damaged_trace_is_refused(run: Run, old: str, new: str, expected: str) -> None:
+    path = Path("tiny.trace.json")
+    save_trace(tiny_trace(), path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    code, out, err = run("solve", "--budget", "9000", "--delta", "1")
+    assert (code, out) == (2, "")
+    assert err.startswith("tiny.trace.json:")
+    assert expected in err
+
+
+def test_a_trace_that_cannot_be_written_leaves_nothing_behind(run: Run) -> None:
+    Path("folder").mkdir()
+    with pytest.raises(HiloreError, match=r"^folder: cannot be written"):
+        save_trace(tiny_trace(), "folder")
+    assert [path.name for path in Path().iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["model.layers.7"], "model.layers.7"),
+        (["model.layers.0", "model.layers.1", "model.layers.2"], "model.layers.0-2"),
+        (["layers.0.mlp", "layers.1.mlp"], "layers.0-1.mlp"),
+        (["layers.9", "layers.10"], "layers.9-10"),
+        (["layers.0", "layers.2"], "layers.0 .. layers.2 (2)"),
+        (["a.0", "b.1"], "a.0 .. b.1 (2)"),
+        (["a", "b.1"], "a .. b.1 (2)"),
+    ],
+)
+def test_fold(names: list[str], expected: str) -> None:
+    assert fold(names) == expected
+
+
+def test_a_suggested_budget_fits_the_card_and_lies_above_gc() -> None:
+    found = tiny_trace()
+    gc_bytes, no_gc_bytes = reference_peaks(found)
+    assert gc_bytes <= suggested_budget_mib(found) * MIB <= no_gc_bytes
+    assert suggested_budget_mib(replace(found, card_bytes=gc_bytes)) == gc_bytes // MIB
+
+
+def test_help_needs_neither_torch_nor_rich() -> None:
+    code = "import sys; from hilore.cli import main; main(['--help']); print({'torch', 'rich'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+    for command in ("trace", "solve", "show", "explain", "diff"):
+        assert f"\n  {command} " in done.stdout
