@@ -16,9 +16,6 @@ from hilore.planner.verify import largest_bucket, reference_peaks
 if TYPE_CHECKING:
     from hilore.planner.emit import SolveResult
 
-# Above this share between the quartiles of repeated timings, a plan may rest on noise.
-SPREAD_WARNING = 0.10
-
 
 def trace_tables(trace: Trace) -> list[Table]:
     """One table per region class of the largest length bucket."""
@@ -44,11 +41,6 @@ def trace_lines(trace: Trace) -> list[str]:
         lines.append("defaults taken: " + ", ".join(f"{key}: {_yaml(value)}" for key, value in defaults.items()))
     if trace.estimated:
         lines.append(f"times are estimated for {trace.device}, not measured")
-    elif trace.time_spread > SPREAD_WARNING:
-        lines.append(
-            f"warning: times spread by {trace.time_spread:.0%} (more than {SPREAD_WARNING:.0%}); "
-            "trace again on a quieter machine"
-        )
     lines.extend(f"note: {note}" for note in trace.notes)
     return lines
 
