@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,7 +134,10 @@ def _add_lora(model: nn.Module, spec: ModelSpec) -> nn.Module:
         target_modules=targets,
         task_type="CAUSAL_LM" if hasattr(model, "get_output_embeddings") else None,
     )
-    wrapped: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=False)
+    with warnings.catch_warnings():
+        # PEFT itself still reads the old name of a transformers property
+        warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
+        wrapped: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=False)
     gathered = spec.parallel.kind == "fsdp2" and not spec.precision.autocast
     dtype = module_dtype(spec) if gathered else torch_dtype(str(adapter.dtype))
     for parameter in wrapped.parameters():

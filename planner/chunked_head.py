@@ -33,7 +33,7 @@ def chunked_logps(
     *,
     temperature: float = 1.0,
     softcap: float | None = None,
-    chunk_tokens: int = 256,
+    chunk_tokens: int = 128,
 ) -> Tensor:
     """``hidden`` [N, H], ``weight`` [V, H], ``bias`` [V] or None, ``targets`` int64 [N] -> float32 [N].
 
@@ -42,7 +42,8 @@ def chunked_logps(
     device = hidden.device.type
     compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     scaling = _Scaling(compute, temperature, softcap, chunk_tokens)
-    result: Tensor = _ChunkedLogps.apply(hidden, weight, bias, targets, scaling, torch.is_grad_enabled())
+    apply: Any = _ChunkedLogps.apply
+    result: Tensor = apply(hidden, weight, bias, targets, scaling, torch.is_grad_enabled())
     return result
 
 
@@ -74,7 +75,7 @@ class _ChunkedLogps(torch.autograd.Function):
         return logps
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.replays:
             return (*_replayed_gradients(ctx, gradient), None, None, None)
         (rows,) = ctx.saved_tensors

@@ -21,7 +21,7 @@ from hilore.runtime.errors import UnsupportedModelError
 
 __all__ = ["grpo_loss", "policy_logps", "selected_logps"]
 
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 128
 _LOGIT_SCALES = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
 
 

@@ -34,7 +34,7 @@ class RolloutFileError(HiloreError):
 class Rollout:
     """One completion. ``advantage``: what ``reward`` became in its group; where a file has none, GRPO's is computed."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # noqa: RUF012
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     group: int
     prompt_ids: _Ids
@@ -165,8 +165,9 @@ def _read_line(path: str | Path, number: int, line: str) -> Rollout:
     for name in ("old_logps", "ref_logps"):
         values = getattr(rollout, name)
         if values is not None and len(values) != len(rollout.completion_ids):
+            tokens = len(rollout.completion_ids)
             raise RolloutFileError(
-                f"{path}:{number}: {name} has {len(values)} numbers for {len(rollout.completion_ids)} completion tokens",
+                f"{path}:{number}: {name} has {len(values)} numbers for {tokens} completion tokens",
                 path=str(path), line=number,
             )
     return rollout

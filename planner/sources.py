@@ -1,4 +1,4 @@
-"""model.yaml's ``model`` section -> the model itself: from an installed package, a folder or hub id, a config, a factory.
+"""model.yaml's ``model`` section -> the model: from a package, a folder or hub id, a configuration, or a factory.
 
 Nothing is written anywhere: a hub id uses the hub's own cache, the other sources are read where they lie.
 """
@@ -33,8 +33,9 @@ class SourceError(HiloreError):
 def load_model(spec: ModelSpec, device: str | torch.device = "cpu", *, seed: int = 0) -> tuple[nn.Module, Any | None]:
     """Build the base model (no adapter) in the dtype of ``module_dtype``, on ``device``, with its tokenizer.
 
-    Buffers keep the dtype that the model gives them (rotary tables stay float32). The tokenizer is None for ``hf-config`` and ``python``, and for a folder without tokenizer files. Random weights
-    come from ``seed``; the global random state is left as it was. ``config.use_cache`` is set to False.
+    Buffers keep the dtype that the model gives them (rotary tables stay float32). The tokenizer is None for
+    ``hf-config`` and ``python``, and for a folder without tokenizer files. Random weights come from ``seed``; the
+    global random state is left as it was. ``config.use_cache`` is set to False.
     Raises SourceError (not there, cannot be read) and UnsupportedModelError (attention setting refused).
     """
     loaders = {"package": _from_package, "hf": _from_hub, "hf-config": _from_config, "python": _from_factory}
@@ -199,10 +200,11 @@ def _from_factory(spec: ModelSpec) -> tuple[nn.Module, None]:
     factory = getattr(module, function, None)
     if not callable(factory):
         raise _bad_factory(spec, f"'{name}' has no function '{function}'")
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [
         parameter.name
         for parameter in inspect.signature(factory).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and parameter.kind not in optional
     ]
     if required:
         raise _bad_factory(spec, f"it is called without arguments but needs {', '.join(required)}")
@@ -224,7 +226,7 @@ def _from_factory(spec: ModelSpec) -> tuple[nn.Module, None]:
 
 def _switch_cache_off(model: nn.Module) -> None:
     """A training forward has no use for a key-value cache. Generation takes its own setting from generation_config."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False
 
@@ -268,8 +270,8 @@ def _transformers(spec: ModelSpec) -> Any:
 def _quiet_libraries() -> Iterator[None]:
     """No progress bars and no warnings of transformers and the hub client while a model loads; restored after."""
     try:
-        from huggingface_hub.utils import logging as hub_logging
-        from transformers.utils import logging
+        hub_logging: Any = importlib.import_module("huggingface_hub.utils.logging")
+        logging: Any = importlib.import_module("transformers.utils.logging")
     except ImportError:
         yield
         return
