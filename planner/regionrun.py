@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from hilore.runtime.errors import UnsupportedModelError
 from hilore.runtime.frame import Frame
 from hilore.runtime.huggingface import unwrap_attention, wrap_attention
 from hilore.runtime.region import ATTENTION, Action, Choice, RegionActions, RegionBinding
@@ -29,30 +30,42 @@ class RegionInputs:
 
     def fresh_boundary(self) -> torch.Tensor:
         """A new non-leaf tensor like the boundary, as a region gets it."""
-        fresh = torch.empty_like(self.boundary) if self.boundary.is_meta else self.boundary.clone()
+        fresh = self.boundary.clone()
         return fresh.requires_grad_() if self.requires_grad else fresh
+
+
+class _Recorded(BaseException):
+    """Ends a forward whose regions' arguments are all recorded."""
 
 
 def region_inputs(
     forward: Callable[[], object], modules: dict[str, nn.Module], wanted: Iterable[str]
 ) -> dict[str, RegionInputs]:
-    """Run ``forward`` once and record the arguments of the wanted regions (by name)."""
+    """Run ``forward`` until the arguments of the wanted regions (by name) are recorded; it need not come further."""
+    names = tuple(wanted)
     found: dict[str, RegionInputs] = {}
     handles = []
-    for name in wanted:
+    for name in names:
 
         def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
             boundary, *rest = args
             found[name] = RegionInputs(
                 boundary.detach(), boundary.requires_grad, tuple(map(_detached, rest)), tree_map(_detached, kwargs)
             )
+            if len(found) == len(names):
+                raise _Recorded
 
         handles.append(modules[name].register_forward_pre_hook(record, with_kwargs=True))
     try:
         forward()
+    except _Recorded:
+        pass
     finally:
         for handle in handles:
             handle.remove()
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise UnsupportedModelError(f"{missing[0]}: did not run in the forward, so it cannot be a region", unit=missing[0])
     return found
 
 

@@ -1,0 +1,186 @@
+"""Times of a region's calls on the device of the run: medians after warm-up, with their spread."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hilore.planner.regionrun import RegionRunner
+from hilore.planner.trace import CodecCost
+from hilore.runtime.ambient import running
+from hilore.runtime.codecs import get_codec, warm_up
+from hilore.runtime.region import RegionBinding
+from hilore.runtime.unit import output_of
+
+WARM_UP = 2
+REPEATS = 7
+# Spread of a measurement (interquartile range over median) from which `show` warns.
+LOUD_SPREAD = 0.25
+
+Clock = Callable[[], int]
+
+
+def device_clock(device: torch.device) -> Clock:
+    """Nanoseconds once everything queued on ``device`` is done."""
+    if device.type != "cuda":
+        return time.perf_counter_ns
+
+    def now() -> int:
+        torch.cuda.synchronize(device)
+        return time.perf_counter_ns()
+
+    return now
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Median of the repeats in nanoseconds, and their interquartile range as a share of it."""
+
+    median_ns: int
+    spread: float
+
+    @classmethod
+    def of(cls, samples: Iterable[int]) -> Timing:
+        values = sorted(samples)
+        median = statistics.median(values)
+        if len(values) < 2 or median == 0:
+            return cls(round(median), 0.0)
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(round(median), (high - low) / median)
+
+
+def timed(run: Callable[[], object], clock: Clock, *, warm_up_runs: int = WARM_UP, repeats: int = REPEATS) -> Timing:
+    """Run ``warm_up_runs`` times unmeasured (first calls compile, allocate, page in), then measure ``repeats``."""
+    samples = []
+    for turn in range(warm_up_runs + repeats):
+        began = clock()
+        run()
+        took = clock() - began
+        if turn >= warm_up_runs:
+            samples.append(took)
+    return Timing.of(samples)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionTimes:
+    """``run_ns`` of each unit by relative name; ``outputs``: one output per unit, for timing codecs on real values."""
+
+    forward_ns: int
+    backward_ns: int
+    run_ns: dict[str, int]
+    replay_fixed_ns: int
+    gc_replay_ns: int
+    spread: float
+    outputs: dict[str, torch.Tensor]
+
+
+def time_region(
+    runner: RegionRunner, dead: Iterable[str], clock: Clock, *, warm_up_runs: int = WARM_UP, repeats: int = REPEATS
+) -> RegionTimes:
+    """Times of one region. ``dead``: units (relative) that no replay needs once all others are kept."""
+    left_out = frozenset(dead)
+    kept = [name for name in runner.units if name not in left_out]
+    samples: dict[str, list[int]] = {key: [] for key in ("forward", "backward", "fixed", "gc")}
+    units: dict[str, list[int]] = {name: [] for name in runner.units}
+    outputs: dict[str, torch.Tensor] = {}
+    for turn in range(warm_up_runs + repeats):
+        with timing_units(runner, clock) as stopwatch:
+            began = clock()
+            output = runner.call(runner.inputs.fresh_boundary())
+            forward_ns = clock() - began
+        root = output.float().sum()
+        began = clock()
+        root.backward()  # type: ignore[no-untyped-call]
+        backward_ns = clock() - began
+        fixed_ns = _replay(runner, kept, left_out, clock)
+        gc_ns = _replay(runner, (), frozenset(), clock)
+        if turn < warm_up_runs:
+            continue
+        outputs = stopwatch.outputs
+        for key, value in (("forward", forward_ns), ("backward", backward_ns), ("fixed", fixed_ns), ("gc", gc_ns)):
+            samples[key].append(value)
+        for name, took in stopwatch.took_ns.items():
+            units[name].append(took)
+    for parameter in runner.binding.module.parameters():
+        parameter.grad = None
+    timings = {key: Timing.of(values) for key, values in samples.items()}
+    run_ns = {name: Timing.of(values).median_ns if values else 0 for name, values in units.items()}
+    return RegionTimes(
+        timings["forward"].median_ns,
+        timings["backward"].median_ns,
+        run_ns,
+        timings["fixed"].median_ns,
+        timings["gc"].median_ns,
+        max(timing.spread for timing in timings.values()),
+        outputs,
+    )
+
+
+def codec_costs(
+    output: torch.Tensor, names: Iterable[str], clock: Clock, *, repeats: int = REPEATS
+) -> tuple[CodecCost, ...]:
+    """Encode and decode times of each codec on this output, and its payload."""
+    found = []
+    warm_up(names := tuple(names), [output.dtype], output.device)
+    with torch.no_grad():
+        for name in names:
+            codec = get_codec(name)
+            encoded = codec.encode(output)
+            encode = timed(lambda codec=codec: codec.encode(output), clock, warm_up_runs=1, repeats=repeats)  # type: ignore[misc]
+            decode = timed(
+                lambda codec=codec, encoded=encoded: codec.decode(encoded),  # type: ignore[misc]
+                clock,
+                warm_up_runs=1,
+                repeats=repeats,
+            )
+            payload = codec.nbytes(tuple(output.shape), output.dtype)
+            found.append(CodecCost(name, payload, encode.median_ns, decode.median_ns))
+    return tuple(found)
+
+
+def _replay(runner: RegionRunner, kept: Iterable[str], dead: frozenset[str], clock: Clock) -> int:
+    frame = runner.frame(kept, dead, runner.inputs.fresh_boundary())
+    output = frame.run()
+    began = clock()
+    frame.replay()
+    took = clock() - began
+    del output
+    return took
+
+
+class Stopwatch:
+    """Stands in for a frame: units are routed to it while their region runs, and it times each call."""
+
+    def __init__(self, region: RegionBinding, relative: Mapping[str, str], clock: Clock) -> None:
+        self.region = region
+        self.took_ns: dict[str, int] = {}
+        self.outputs: dict[str, torch.Tensor] = {}
+        self._relative = relative
+        self._clock = clock
+
+    def unit_call(self, unit_name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = self._relative[unit_name]
+        began = self._clock()
+        result = call(*args, **kwargs)
+        self.took_ns[name] = self._clock() - began
+        self.outputs[name] = output_of(unit_name, result)[0].detach()
+        return result
+
+
+@contextmanager
+def timing_units(runner: RegionRunner, clock: Clock) -> Iterator[Stopwatch]:
+    """Time every unit's call of this region inside the block."""
+    stopwatch = Stopwatch(runner.binding, {unit.name: name for name, unit in runner.units.items()}, clock)
+    before = running.frame
+    running.frame = stopwatch  # type: ignore[assignment]
+    try:
+        with runner.binding.installed(frozenset(runner.binding.units)):
+            yield stopwatch
+    finally:
+        running.frame = before
