@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from hilore.planner.actor import Actor, build_actor, microbatch_of
+from hilore.planner.generate import generate_rollouts
 from hilore.planner.head import policy_logps
 from hilore.planner.microbatch import Microbatch
+from hilore.planner.rollouts import from_rollouts
 from hilore.planner.sources import gguf_file
 from hilore.planner.tasks import build_dataset
 from tests.specs import spec_of
@@ -98,3 +101,19 @@ def test_fake_without_reading_the_weights(actor: Actor) -> None:
     fake = build_actor(spec_of(**SPEC), fake=True)
     real = {name: (p.shape, p.dtype) for name, p in actor.model.named_parameters()}
     assert {name: (p.shape, p.dtype) for name, p in fake.model.named_parameters()} == real
+
+
+def test_rollouts_of_its_own(actor: Actor) -> None:
+    short = replace(actor, spec=spec_of(**SPEC, batch="{microbatch: 4, prompt_tokens: 40, response_tokens: 6}"))
+    entries = build_dataset(2, seed=0, tokenizer=actor.tokenizer)
+    before = torch.get_rng_state()
+    rollouts = generate_rollouts(short, entries, completions=2, seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert actor.model.training
+    assert [rollout.group for rollout in rollouts] == [0, 0, 1, 1]
+    assert all(len(rollout.prompt_ids) == 40 for rollout in rollouts)
+    assert all(1 <= len(rollout.completion_ids) <= 6 and 0 <= rollout.reward <= 1 for rollout in rollouts)
+    assert rollouts[0].completion_ids != rollouts[1].completion_ids, "samples of one prompt must differ"
+    assert rollouts == generate_rollouts(short, entries, completions=2, seed=5)
+    (microbatch,) = from_rollouts(rollouts, short.spec)
+    assert microbatch.rows == 4
