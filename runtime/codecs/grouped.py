@@ -24,7 +24,7 @@ class GroupCodec(Codec):
     """Symmetric absmax codes in groups along memory order (that of the contiguous flattening, where contiguous).
 
     Payload: codes and each group's largest magnitude in the tensor's dtype. Error of an element: at most
-    ``amax / (2 levels)`` for integers, ``amax * 2^-10 + |x| * 2^-4`` for e4m3, plus one rounding to the dtype; 0 for
+    ``amax / (2 levels)`` for integers, ``amax * 2^-18 + |x| * 2^-4`` for e4m3, plus one rounding to the dtype; 0 for
     the group's largest magnitude. A tensor with a NaN or an infinity anywhere is stored raw, so both come back in
     their places: the magnitudes show it, no other pass is needed (on CUDA this reads one number back).
     """
