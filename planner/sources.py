@@ -128,6 +128,7 @@ def _from_package(spec: ModelSpec) -> tuple[nn.Module, Any]:
 
 
 def _from_hub(spec: ModelSpec) -> tuple[nn.Module, Any | None]:
+    load_config(spec)  # a hub that does not answer costs its retries once, not once per file
     return _pretrained(spec)
 
 
@@ -253,7 +254,8 @@ def _unreadable(spec: ModelSpec, error: Exception) -> SourceError:
     key = {"package": "package", "hf": "path"}.get(spec.model.source, "config")
     value = str(getattr(spec.model, key))
     text = " ".join(str(error).split())
-    return SourceError(f"model.{key}: '{value}' cannot be loaded: {text}", key=f"model.{key}", value=value)
+    advice = "; model.path may name a local folder instead" if "connect" in text else ""
+    return SourceError(f"model.{key}: '{value}' cannot be loaded: {text}{advice}", key=f"model.{key}", value=value)
 
 
 def _transformers(spec: ModelSpec) -> Any:
