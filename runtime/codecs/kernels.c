@@ -29,7 +29,7 @@ INLINE bf16 store_bf16(float value) {
 }
 INLINE f32 store_f32(float value) { return as_bits(value); }
 
-/* e4m3 of a value of magnitude at most 448, ties to even; below 2^-6 the spacing is 2^-9, which adding 2^14 rounds to */
+/* e4m3 of a value of magnitude at most 448, ties to even; below 2^-6 the spacing is 2^-9: adding 2^14 rounds to it */
 INLINE uint8_t to_e4m3(float value) {
     uint32_t bits = as_bits(value), magnitude = bits & 0x7fffffffu;
     uint32_t normal = ((magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20) - 960u;
@@ -109,14 +109,16 @@ INLINE float from_e4m3(uint8_t code) {
         _Pragma("omp parallel for num_threads(threads) if (threads > 1 && numel >= PARALLEL_FROM)") \
         for (int64_t g = 0; g < whole; g++) \
             decode_group_##kind##_##D(codes + g * BYTES_##kind(width), peaks[g], x + g * width, width); \
-        if (rest) decode_group_##kind##_##D(codes + whole * BYTES_##kind(width), peaks[whole], x + whole * width, rest); \
+        if (rest) decode_group_##kind##_##D(codes + whole * BYTES_##kind(width), peaks[whole], x + whole * width, \
+                                            rest); \
     } \
     int64_t encode_##kind##_##D(const void *x, void *codes, void *peaks, int64_t numel, int64_t group, int threads) { \
         if (group == 64) return encode_all_##kind##_##D(x, codes, peaks, numel, 64, threads); \
         if (group == 128) return encode_all_##kind##_##D(x, codes, peaks, numel, 128, threads); \
         return encode_all_##kind##_##D(x, codes, peaks, numel, group, threads); \
     } \
-    void decode_##kind##_##D(const void *codes, const void *peaks, void *x, int64_t numel, int64_t group, int threads) { \
+    void decode_##kind##_##D(const void *codes, const void *peaks, void *x, int64_t numel, int64_t group, \
+                             int threads) { \
         if (group == 64) decode_all_##kind##_##D(codes, peaks, x, numel, 64, threads); \
         else if (group == 128) decode_all_##kind##_##D(codes, peaks, x, numel, 128, threads); \
         else decode_all_##kind##_##D(codes, peaks, x, numel, group, threads); \

@@ -3,8 +3,7 @@
 A flat tensor is cut into groups of ``group`` elements (the last may be smaller). Per group the largest magnitude is
 stored in the tensor's own dtype, so exactly: nothing clips, the largest element and constant groups decode to
 themselves, zeros to zeros. Codes are ``x / amax * levels``; rounding is to nearest, ties to even. Arithmetic is
-float32 (float64 for float64 input). Sources: absmax scaling as in POLICIES of docs/design.md, "Codecs"; e4m3 is
-OCP 8-bit floating point, largest value 448.
+float32 (float64 for float64 input). Source of the format e4m3: OCP 8-bit floating point (2023), largest value 448.
 """
 
 from __future__ import annotations
