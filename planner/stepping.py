@@ -121,7 +121,7 @@ def peak_of_step(
             meter.track(_tensors_of(microbatch))
             run_step(actor, running, microbatch)
             optimizer.step()
-            peak = meter.peak_bytes
+            peak: int = meter.peak_bytes
         prepare_gradients(actor.model, exist=False)
     return peak
 
