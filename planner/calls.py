@@ -14,6 +14,7 @@ ATTENTION_MARK = "hilore_attention"
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _LINEAR = torch.ops.aten.linear.default
+_CLOSED = "it runs inside a block that the exported graph keeps closed (autocast or no_grad in the model's forward)"
 _KINDS = {
     "q_proj": "q",
     "k_proj": "k",
@@ -78,15 +79,16 @@ def find_calls(
             nodes = groups[0][groups[0].index(core) :]
             units.append(_unit(name, "attention", path, nodes, span, _attention_flops(core)))
     _note_unmarked_attention(span, names, left_out)
-    _note_silent_linears(span, modules, names, runs, left_out)
+    _note_silent_linears(span, modules, names, runs, {unit.name for unit in units}, left_out)
     place = {node: index for index, node in enumerate(span.nodes)}
     return RegionCalls(tuple(sorted(units, key=lambda unit: place[unit.output])), left_out)
 
 
-def count_runs(graph: torch.fx.Graph) -> dict[str, int]:
-    """How often each module ran in the exported forward, by path."""
+def count_runs(graph_module: torch.fx.GraphModule) -> dict[str, int]:
+    """How often each module ran in the exported forward, closed blocks included, by path."""
     last: dict[str, int] = {}
-    for node in graph.nodes:
+    blocks = [block for block in graph_module.modules() if isinstance(block, torch.fx.GraphModule)]
+    for node in (node for block in blocks for node in block.graph.nodes):
         for key, path in module_stack(node):
             last[path] = max(last.get(path, 0), call_index(key) + 1)
     return last
@@ -123,7 +125,7 @@ def _why_not_linear(path: str, nodes: tuple[torch.fx.Node, ...], span: Span, run
     if not is_inside(path, span.region.path):
         return f"the module is shared: it is {path} elsewhere in the model"
     if not any(node.target == _LINEAR for node in nodes):
-        return "it runs inside a block that the exported graph keeps closed (autocast or no_grad in the forward)"
+        return _CLOSED
     if len(_read_outside(nodes)) != 1:
         return "it has more than one result"
     return ""
@@ -192,10 +194,12 @@ def _note_silent_linears(
     modules: Mapping[str, nn.Module],
     names: Mapping[str, str],
     runs: Mapping[str, int],
+    offered: set[str],
     left_out: dict[str, str],
 ) -> None:
     for path, module in modules.items():
         if not isinstance(module, nn.Linear) or not is_inside(path, span.region.path):
             continue
-        if path not in runs and not is_adapter_part(path, modules):
-            left_out[relative(names[path], span.region.name)] = "it does not run in this forward, or not as a module"
+        name = relative(names[path], span.region.name)
+        if name not in offered and name not in left_out and not is_adapter_part(path, modules):
+            left_out[name] = _CLOSED if path in runs else "it does not run in this forward, or not as a module"

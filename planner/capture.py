@@ -124,13 +124,13 @@ def capture_detailed(
     if mode is not None:
         inputs = {name: as_fake(tensor, mode) for name, tensor in inputs.items()}
     exported = export_model(model, inputs, regions)
-    graph = exported.program.graph_module.graph
-    spans, idle = find_spans(graph, regions)
+    graph_module = exported.program.graph_module
+    spans, idle = find_spans(graph_module.graph, regions)
     if not spans:
         raise UnsupportedModelError("none of the regions ran in the forward", regions=tuple(r.name for r in regions))
     recording = record(exported, spans, model, inputs)
     modules = dict(model.named_modules(remove_duplicate=False))
-    names, runs = canonical_names(model), count_runs(graph)
+    names, runs = canonical_names(model), count_runs(graph_module)
     classes = tuple(
         _class(index, ran, find_calls(ran.span, modules, names, runs), type(modules[ran.span.region.path]).__name__)
         for index, ran in enumerate(recording.classes)

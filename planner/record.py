@@ -94,6 +94,8 @@ class _Recorder(torch.fx.Interpreter):
 
     def __init__(self, exported: Exported, spans: tuple[Span, ...], modules: Mapping[str, nn.Module]) -> None:
         super().__init__(exported.program.graph_module)
+        # It would put the graph into the text of errors that are meant for the user.
+        self.extra_traceback = False
         self.book = StorageBook()
         self.classes: list[ClassRecord] = []
         self.regions: list[RegionRun] = []
@@ -202,7 +204,8 @@ class _Recorder(torch.fx.Interpreter):
                 )
 
     def _enter(self, span: Span) -> None:
-        values = [self.env[before] for before in span.inputs]
+        # A block's graph is an attribute that the exported graph may fetch in the middle of the region.
+        values = [self.env.get(before) for before in span.inputs]
         self._check_gradients(span, values)
         inputs = tuple(self._own_storage(value) for value in values)
         key = (structure_key(span, self._modules), self._input_key(span, values))
