@@ -5,10 +5,19 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from hilore.runtime.errors import BindError, UnsupportedModelError
-from hilore.runtime.huggingface import FUNCTION, is_checkpointable_layer, is_switchable, refuse_function
+from hilore.runtime.huggingface import (
+    FUNCTION,
+    SWITCH,
+    CheckpointingSwitch,
+    is_checkpointable_layer,
+    is_switchable,
+    refuse_function,
+)
+from hilore.runtime.modules import RegionForward
 from hilore.runtime.naming import canonical_modules, canonical_names
 from hilore.runtime.plan import Plan
 from hilore.runtime.region import ATTENTION, RegionBinding
@@ -57,9 +66,7 @@ def bind_regions(model: nn.Module, plan: Plan) -> tuple[RegionBinding, ...]:
 def checkpointable_names(model: nn.Module) -> list[str]:
     """Canonical names of the layers that Hugging Face checkpoints, in order; empty for other models."""
     names = canonical_names(model)
-    return list(
-        dict.fromkeys(names[full] for full, module in model.named_modules() if is_checkpointable_layer(module))
-    )
+    return list(dict.fromkeys(names[full] for full, module in model.named_modules() if is_checkpointable_layer(module)))
 
 
 def switchable_models(model: nn.Module, regions: tuple[RegionBinding, ...]) -> list[nn.Module]:
@@ -70,6 +77,33 @@ def switchable_models(model: nn.Module, regions: tuple[RegionBinding, ...]) -> l
         for module in model.modules()
         if is_switchable(module) and wanted <= {id(inner) for inner in module.modules()}
     ]
+
+
+def same_units(left: Plan, right: Plan) -> None:
+    """Raise BindError unless both plans speak of the same regions and units in the same order."""
+    if [r.name for r in left.regions] != [r.name for r in right.regions] or left.unit_names != right.unit_names:
+        raise BindError(
+            f"plans {left.path or left.name} and {right.path or right.name} name other regions or units "
+            f"({len(left.unit_names)} and {len(right.unit_names)} units); solve them from one trace",
+        )
+
+
+def refuse_attached(model: nn.Module) -> None:
+    """Raise BindError where a plan is attached to the model, or to a part of it, already."""
+    for module in model.modules():
+        own = vars(module)
+        if isinstance(own.get(SWITCH), CheckpointingSwitch) or isinstance(own.get("forward"), RegionForward):
+            raise BindError("a plan is attached to this model already; call runtime.detach() first")
+
+
+def refuse_foreign_hooks(where: str) -> None:
+    """Raise UnsupportedModelError inside somebody else's saved-tensor hooks (offload, compression)."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        raise UnsupportedModelError(
+            f"{where}: saved_tensors_hooks of something else (save_on_cpu, a compression context) are active around "
+            "the model; two mechanisms would treat the same tensors. Leave that context",
+            unit=where,
+        )
 
 
 def refuse_unsupported(model: nn.Module) -> None:

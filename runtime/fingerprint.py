@@ -47,12 +47,14 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     base = base_model(model)
     config = getattr(base, "config", None)
     names = canonical_names(model)
-    shapes, trainable = [], []
+    shapes: list[str] = []
+    trainable: list[str] = []
     dtypes: Counter[str] = Counter()
     for full, parameter in model.named_parameters():
         owner, _, leaf = full.rpartition(".")
         name = f"{names[owner]}.{leaf}"
-        (shapes if not _is_adapter(full) else []).append(f"{name} {tuple(parameter.shape)}")
+        if not _is_adapter(full):
+            shapes.append(f"{name} {tuple(parameter.shape)}")
         kind = str(parameter.dtype).removeprefix("torch.")
         dtypes[kind + (" trainable" if parameter.requires_grad else "")] += 1
         if parameter.requires_grad:
@@ -110,8 +112,8 @@ def check_fingerprint(planned: dict[str, Any], found: dict[str, Any], accept: tu
 def base_model(model: nn.Module) -> nn.Module:
     """The model inside all wrappers."""
     names = canonical_names(model)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    return [modules[full] for full, name in names.items() if name == ""][-1]
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    return modules[[full for full, name in names.items() if name == ""][-1]]
 
 
 def _is_adapter(full_name: str) -> bool:

@@ -17,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hilore.runtime.ambient import AutocastState, RandomState, device_type_of, running, tensors_in
 from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
-from hilore.runtime.unit import Entry, UnitRecord, mutated
+from hilore.runtime.saved import Entry, mutated
+from hilore.runtime.unit import UnitRecord
 
 if TYPE_CHECKING:
     from hilore.runtime.region import Choice, RegionBinding
@@ -113,16 +114,14 @@ class Frame:
 
     def run(self) -> Any:
         """The forward. Raises what the region raises; SavedTensorMutated if a kept output was changed in place."""
-        with self.region.installed(self.recordable), running_as(self), saved_tensors_hooks(self._pack, _unpack):
+        with self.region.installed(self.recordable), _RunningAs(self), saved_tensors_hooks(self._pack, _unpack):
             result = self.call(*self.args, **self.kwargs)
         for record in self.records.values():
             if record.kept is not None:
                 record.kept.check(record.unit.name)
         return result
 
-    def unit_call(
-        self, unit_name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def unit_call(self, unit_name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit's call inside this frame, in forward or in a replay."""
         if self.replaying:
             return self._replayed_call(unit_name, call, args, kwargs)
@@ -169,7 +168,7 @@ class Frame:
                 stack.enter_context(self.autocast.applied())
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(self.region.installed(self.recordable))
-                stack.enter_context(running_as(self))
+                stack.enter_context(_RunningAs(self))
                 stack.enter_context(saved_tensors_hooks(self._pack_in_replay, _unpack_in_replay))
                 if self._pending:
                     self.call(*self.args, **self.kwargs)
@@ -264,7 +263,7 @@ class Frame:
             raise _EndOfReplay
 
 
-class running_as:  # noqa: N801
+class _RunningAs:
     """Make ``frame`` the one that unit calls belong to."""
 
     __slots__ = ("_before", "_frame")

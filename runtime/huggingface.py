@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hilore.runtime.ambient import running
-from hilore.runtime.errors import UnsupportedModelError
+from hilore.runtime.errors import HiloreWarning, UnsupportedModelError
 
 if TYPE_CHECKING:
     from hilore.runtime.region import RegionBinding
@@ -84,9 +84,7 @@ class CheckpointingSwitch:
         self._runtime = runtime
         self._model = model
 
-    def __call__(
-        self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
-    ) -> None:
+    def __call__(self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
         if enable:
             refuse_function(gradient_checkpointing_func, type(self._model).__name__)
             if every_n_layers != 1:
@@ -137,7 +135,8 @@ def wrap_attention(implementation: str) -> AttentionCall | None:
     """Wrap the function registered as ``implementation``; None where there is none (``eager``)."""
     from transformers import AttentionInterface
 
-    registered = AttentionInterface._global_mapping.get(implementation)
+    mapping: Any = AttentionInterface._global_mapping
+    registered = mapping.get(implementation)
     if registered is None:
         return None
     if not isinstance(registered, AttentionCall):
@@ -151,20 +150,22 @@ def unwrap_attention(implementation: str, wrapped: AttentionCall) -> None:
     """Undo one ``wrap_attention``; the registered function returns with the last."""
     from transformers import AttentionInterface
 
+    mapping: Any = AttentionInterface._global_mapping
     wrapped.users -= 1
-    if wrapped.users == 0 and AttentionInterface._global_mapping.get(implementation) is wrapped:
+    if wrapped.users == 0 and mapping.get(implementation) is wrapped:
         AttentionInterface.register(implementation, wrapped.original)
 
 
-def set_cache_off(model: nn.Module) -> bool:
-    """Set a config default ``use_cache=True`` off, saying so once. Returns whether it was on."""
-    config = getattr(model, "config", None)
+def set_cache_off(model: nn.Module, stacklevel: int) -> Any:
+    """Set a config default ``use_cache=True`` off, saying so once. Returns the config that had it on, else None."""
+    config: Any = getattr(model, "config", None)
     if not getattr(config, "use_cache", False):
-        return False
+        return None
     warnings.warn(
         f"{type(model).__name__}: config.use_cache was on and is set off while a plan is attached: a training forward "
         "has no use for a key-value cache",
-        stacklevel=3,
+        HiloreWarning,
+        stacklevel=stacklevel,
     )
-    config.use_cache = False  # type: ignore[union-attr]
-    return True
+    config.use_cache = False
+    return config

@@ -6,9 +6,9 @@ that an operator takes and gives back inside itself is not seen.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-class StorageMeter(TorchDispatchMode):
+class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts bytes of live storages while it is active: ``live_bytes`` and ``peak_bytes``.
 
     Tensors made before it is entered count only once given to ``track`` (or met in an operator's result).
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         self._sizes: dict[int, int] = {}
@@ -49,14 +49,6 @@ class StorageMeter(TorchDispatchMode):
                     self._add(leaf)
         return result
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        super().__exit__(exc_type, exc_value, traceback)
-
     def _add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
@@ -64,10 +56,10 @@ class StorageMeter(TorchDispatchMode):
             return
         size = storage.nbytes()
         self._sizes[key] = size
-        self._references[key] = weakref.ref(storage, lambda _reference, key=key: self._drop(key))
+        self._references[key] = weakref.ref(storage, functools.partial(self._drop, key))
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def _drop(self, key: int) -> None:
+    def _drop(self, key: int, _reference: object) -> None:
         del self._references[key]
         self.live_bytes -= self._sizes.pop(key)

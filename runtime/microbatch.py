@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hilore.runtime.errors import HiloreWarning
 from hilore.runtime.exposure import LossSpec, exposure_before_forward, normalised_exposure
 from hilore.runtime.region import Choice
 from hilore.runtime.stats import StepStats
@@ -58,6 +59,7 @@ class Microbatch:
             warnings.warn(
                 "no region ran under a plan in this microbatch: the model was not called, was called without "
                 "gradients, or its checkpointing functions were replaced after attach",
+                HiloreWarning,
                 stacklevel=2,
             )
         runtime.stats.steps.append(self._step())

@@ -44,9 +44,7 @@ class RegionActions:
     def of(cls, region: RegionPlan) -> RegionActions:
         planned = {u.name: Action(u.mode != "R", u.codec, u.dead) for u in region.units}
         demoted = {u.name: Action(u.mode == "H", None, u.dead_if_demoted) for u in region.units}
-        names = frozenset(
-            u.name for u in region.units if u.mode != "R" or u.dead or u.dead_if_demoted
-        )
+        names = frozenset(u.name for u in region.units if u.mode != "R" or u.dead or u.dead_if_demoted)
         return cls(region.hold, planned, demoted, names)
 
 

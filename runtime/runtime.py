@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hilore.runtime.ambient import tensors_in
-from hilore.runtime.errors import FingerprintError, PlanSwitchError, UnsupportedModelError
+from hilore.runtime.bind import refuse_foreign_hooks, same_units
+from hilore.runtime.errors import FingerprintError, HiloreWarning, PlanSwitchError, UnsupportedModelError
 from hilore.runtime.frame import Frame
 from hilore.runtime.huggingface import FUNCTION, SWITCH, CheckpointingSwitch, RegionCheckpoint
 from hilore.runtime.microbatch import Microbatch
@@ -31,7 +32,7 @@ class Runtime:
         self.enabled = False
         self.attached = True
         self._index = {region.name: place for place, region in enumerate(regions)}
-        self._compiled: dict[int, dict[str, RegionActions]] = {}
+        self._compiled: dict[int, tuple[Plan, dict[str, RegionActions]]] = {}
         self._fixed: Plan | None = None
         self._open: list[Microbatch] = []
         self._forward: Choice | None = None
@@ -124,6 +125,7 @@ class Runtime:
                 warnings.warn(
                     f"A microbatch of {rows} x {tokens} tokens is larger than any plan was made for; it runs with "
                     "every unit recomputed. Add its length to batch.length_buckets and solve again",
+                    HiloreWarning,
                     stacklevel=2,
                 )
             return Choice(None, {}, self.stats, demoted=False), "over_length"
@@ -139,8 +141,8 @@ class Runtime:
     def place_checkpoints(self) -> None:
         """Give every region's layer our checkpointing function (each time the switch is turned on)."""
         for region in self.regions:
-            setattr(region.module, FUNCTION, RegionCheckpoint(self, region))
-            region.module.gradient_checkpointing = True
+            vars(region.module)[FUNCTION] = RegionCheckpoint(self, region)
+            vars(region.module)["gradient_checkpointing"] = True
 
     def install_switch(self, switchable: nn.Module) -> None:
         """Shadow the checkpointing switch of one Hugging Face model instance."""
@@ -202,15 +204,12 @@ class Runtime:
             )
 
     def _actions(self, plan: Plan) -> dict[str, RegionActions]:
-        actions = self._compiled.get(id(plan))
-        if actions is None:
-            from hilore.runtime.attach import same_units
-
+        known = self._compiled.get(id(plan))
+        if known is None:
             same_units(self.plans.plans[0], plan)
-            actions = self._compiled[id(plan)] = compile_plan(plan)
-            self._undo.append(lambda: None)
-            self._keep_alive = [*getattr(self, "_keep_alive", []), plan]
-        return actions
+            # The plan beside them: as long as it lives, no other has its id.
+            known = self._compiled[id(plan)] = (plan, compile_plan(plan))
+        return known[1]
 
     def _choice(self, plan: Plan, demoted: bool) -> Choice:
         return Choice(plan, self._actions(plan), self.stats, demoted)
@@ -228,13 +227,3 @@ class Runtime:
                 "half-way: runtime.reset())",
                 regions_run=self._next_region,
             )
-
-
-def refuse_foreign_hooks(where: str) -> None:
-    """Raise UnsupportedModelError inside somebody else's saved-tensor hooks (offload, compression)."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        raise UnsupportedModelError(
-            f"{where}: saved_tensors_hooks of something else (save_on_cpu, a compression context) are active around "
-            "the model; two mechanisms would treat the same tensors. Leave that context",
-            unit=where,
-        )

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from hilore.runtime.ambient import RandomState, tensors_in
-from hilore.runtime.codecs import Encoded, get_codec
 from hilore.runtime.derive import Derivation, derivation_of
-from hilore.runtime.errors import ReplayMismatchError, SavedTensorMutated, UnsupportedModelError
+from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
+from hilore.runtime.saved import Entry, Kept, Layout, Role
 
 if TYPE_CHECKING:
     from hilore.runtime.frame import Frame
@@ -36,117 +36,6 @@ class UnitBinding:
     kind: str
     module: nn.Module
     derivations: dict[tuple[Any, ...], Derivation | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How one tensor lies in its storage."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout:
-        return cls(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
-
-    def same_view(self, other: Layout) -> bool:
-        return self.shape == other.shape and self.stride == other.stride and self.dtype == other.dtype
-
-
-@dataclass(slots=True)
-class Role:
-    """What one saved tensor of a call is, without the tensor itself."""
-
-    layout: Layout
-    kind: str
-    source: int = -1
-    derive: Derivation | None = None
-
-    @property
-    def dropped(self) -> bool:
-        return self.kind not in ("parameter", "rest")
-
-
-class Entry:
-    """A tensor that a unit's own autograd saved: what the pack hook returned for it.
-
-    Holds the frame, so that a first need in backward can start its replay; a record holds its entries weakly, so
-    that everything goes as soon as autograd lets go.
-    """
-
-    __slots__ = ("__weakref__", "frame", "record", "role", "value", "version")
-
-    def __init__(self, frame: Frame, record: UnitRecord, role: Role, tensor: torch.Tensor) -> None:
-        self.frame = frame
-        self.record = record
-        self.role = role
-        self.value: torch.Tensor | None = tensor.detach()
-        self.version = tensor._version
-
-    def settle(self, kind: str, source: int = -1, derive: Derivation | None = None) -> None:
-        self.role.kind, self.role.source, self.role.derive = kind, source, derive
-        if self.role.dropped:
-            self.value = None
-
-    def fill(self, tensor: torch.Tensor) -> None:
-        self.value = tensor
-        self.version = tensor._version
-
-    def take(self) -> torch.Tensor:
-        """The tensor that backward asked for; in-place changes since it was saved are an error, as in eager."""
-        if self.value is None:
-            self.frame.replay()
-        value = self.value
-        if value is None:
-            raise self.record.mismatch("the replay did not reach it although backward needs a tensor of it")
-        if value._version != self.version:
-            raise mutated(self.record.unit.name, self.version, value._version)
-        if self.role.dropped:
-            self.value = None
-        derive = self.role.derive
-        if derive is not None and (self.role.kind == "parameter" or not self.record.ran_in_replay):
-            return derive.apply(value, self.role.layout.shape, self.role.layout.stride)
-        return value
-
-
-class Kept:
-    """A stored output: exact, or encoded with all that decoding needs."""
-
-    __slots__ = ("encoded", "layout", "tensor", "version")
-
-    def __init__(self, output: torch.Tensor, codec: str | None) -> None:
-        self.layout = Layout.of(output)
-        self.version = output._version
-        self.tensor: torch.Tensor | None = None
-        self.encoded: Encoded | None = None
-        if codec is None:
-            self.tensor = output.detach()
-        else:
-            with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
-                self.encoded = get_codec(codec).encode(output.detach())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held: the output's storage, or the payload."""
-        if self.encoded is not None:
-            return self.encoded.nbytes
-        return self.tensor.untyped_storage().nbytes() if self.tensor is not None else 0
-
-    def restore(self, unit_name: str) -> torch.Tensor:
-        if self.encoded is not None:
-            with torch.no_grad(), torch.autocast(self.layout.device.type, enabled=False):
-                decoded = get_codec(self.encoded.codec).decode(self.encoded)
-            return decoded
-        assert self.tensor is not None
-        self.check(unit_name)
-        return self.tensor
-
-    def check(self, unit_name: str) -> None:
-        if self.tensor is not None and self.tensor._version != self.version:
-            raise mutated(unit_name, self.version, self.tensor._version)
 
 
 class UnitRecord:
@@ -355,16 +244,6 @@ def non_leaf_alias(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
         return tensor.detach()
     alias: torch.Tensor = _Alias.apply(_ANCHOR, tensor)  # type: ignore[no-untyped-call]
     return alias
-
-
-def mutated(unit_name: str, saved_version: int, version: int) -> SavedTensorMutated:
-    return SavedTensorMutated(
-        f"Tensor saved by unit {unit_name} was changed in place after it was saved "
-        f"(version {saved_version} -> {version}). Make the change on a clone, or give the unit mode R",
-        unit=unit_name,
-        saved_version=saved_version,
-        version=version,
-    )
 
 
 def _own_state(module: nn.Module) -> list[torch.Tensor]:

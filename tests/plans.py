@@ -46,7 +46,10 @@ class Step:
 
 
 def units_of(
-    model: nn.Module, batch: Batch | None = None, *, regions: tuple[str, ...] | None = None,
+    model: nn.Module,
+    batch: Batch | None = None,
+    *,
+    regions: tuple[str, ...] | None = None,
     autocast: torch.dtype | None = None,
 ) -> tuple[RegionUnits, ...]:
     """Capture the model once; the answer is remembered until the model is gone (``forget`` drops it)."""
@@ -86,13 +89,26 @@ def plan_for(
     regions = tuple(_region(region, modes, hold, codec) for region in units)
     if fingerprint is None:
         fingerprint = model_fingerprint(model) | {
-            "rows": 8, "first_input_requires_grad": units[0].input_requires_grad, "region_grain": "layer",
+            "rows": 8,
+            "first_input_requires_grad": units[0].input_requires_grad,
+            "region_grain": "layer",
         }
     plan = Plan(
-        schema_version=1, set_id="set", name="test", loss={"kind": "grpo"},
-        regime=Regime("high", 0.0, 1e9, 1.0), budget_bytes=1, margin_bytes=0, delta=1.0, delta_star=0.01,
-        calibrated=False, predicted=Predicted(1, "head", 100, 120, 1, 80, 1, 0.0), length_bucket=1024,
-        regions=regions, solver=SolverReport("test", "optimal", 0, 0, 0.0, 0.0, 0), fingerprint=fingerprint,
+        schema_version=1,
+        set_id="set",
+        name="test",
+        loss={"kind": "grpo"},
+        regime=Regime("high", 0.0, 1e9, 1.0),
+        budget_bytes=1,
+        margin_bytes=0,
+        delta=1.0,
+        delta_star=0.01,
+        calibrated=False,
+        predicted=Predicted(1, "head", 100, 120, 1, 80, 1, 0.0),
+        length_bucket=1024,
+        regions=regions,
+        solver=SolverReport("test", "optimal", 0, 0, 0.0, 0.0, 0),
+        fingerprint=fingerprint,
         provenance={},
     )
     return replace(plan, **changes)
@@ -124,9 +140,7 @@ def random_modes(units: Iterable[RegionUnits], seed: int) -> tuple[dict[str, str
 
 def keepable(units: Iterable[RegionUnits], mode: str = "H") -> dict[str, str]:
     """``mode`` for every unit that may be kept, R for the rest."""
-    return {
-        f"{region.name}.{unit.name}": mode if unit.keepable else "R" for region in units for unit in region.units
-    }
+    return {f"{region.name}.{unit.name}": mode if unit.keepable else "R" for region in units for unit in region.units}
 
 
 def gradients(
@@ -186,16 +200,20 @@ def _region(region: RegionUnits, modes: Modes, hold: bool | Collection[str], cod
     by_name = {u.name: "H" if held else _mode(modes, f"{region.name}.{u.name}", u.name) for u in region.units}
     _, dead = running_units(region.units, {name for name, mode in by_name.items() if mode != "R"})
     _, dead_if_demoted = running_units(region.units, {name for name, mode in by_name.items() if mode == "H"})
-    return RegionPlan(region.name, held, tuple(
-        UnitPlan(
-            name=f"{region.name}.{unit.name}",
-            mode=by_name[unit.name],  # type: ignore[arg-type]
-            codec=codec if by_name[unit.name] == "L" else None,
-            dead=unit.name in dead,
-            dead_if_demoted=unit.name in dead_if_demoted,
-        )
-        for unit in region.units
-    ))
+    return RegionPlan(
+        region.name,
+        held,
+        tuple(
+            UnitPlan(
+                name=f"{region.name}.{unit.name}",
+                mode=by_name[unit.name],  # type: ignore[arg-type]
+                codec=codec if by_name[unit.name] == "L" else None,
+                dead=unit.name in dead,
+                dead_if_demoted=unit.name in dead_if_demoted,
+            )
+            for unit in region.units
+        ),
+    )
 
 
 def _mode(modes: Modes, full: str, relative: str) -> str:

@@ -1,0 +1,136 @@
+"""What a unit's call leaves behind in forward: the tensors that its own autograd saved, and its stored output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hilore.runtime.codecs import Encoded, get_codec
+from hilore.runtime.derive import Derivation
+from hilore.runtime.errors import SavedTensorMutated
+
+if TYPE_CHECKING:
+    from hilore.runtime.frame import Frame
+    from hilore.runtime.unit import UnitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one tensor lies in its storage."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        return cls(tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device)
+
+    def same_view(self, other: Layout) -> bool:
+        return self.shape == other.shape and self.stride == other.stride and self.dtype == other.dtype
+
+
+@dataclass(slots=True)
+class Role:
+    """What one saved tensor of a call is, without the tensor itself."""
+
+    layout: Layout
+    kind: str
+    source: int = -1
+    derive: Derivation | None = None
+
+    @property
+    def dropped(self) -> bool:
+        return self.kind not in ("parameter", "rest")
+
+
+class Entry:
+    """A tensor that a unit's own autograd saved: what the pack hook returned for it.
+
+    Holds the frame, so that a first need in backward can start its replay; a record holds its entries weakly, so
+    that everything goes as soon as autograd lets go.
+    """
+
+    __slots__ = ("__weakref__", "frame", "record", "role", "value", "version")
+
+    def __init__(self, frame: Frame, record: UnitRecord, role: Role, tensor: torch.Tensor) -> None:
+        self.frame = frame
+        self.record = record
+        self.role = role
+        self.value: torch.Tensor | None = tensor.detach()
+        self.version = tensor._version
+
+    def settle(self, kind: str, source: int = -1, derive: Derivation | None = None) -> None:
+        self.role.kind, self.role.source, self.role.derive = kind, source, derive
+        if self.role.dropped:
+            self.value = None
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        self.value = tensor
+        self.version = tensor._version
+
+    def take(self) -> torch.Tensor:
+        """The tensor that backward asked for; in-place changes since it was saved are an error, as in eager."""
+        if self.value is None:
+            self.frame.replay()
+        value = self.value
+        if value is None:
+            raise self.record.mismatch("the replay did not reach it although backward needs a tensor of it")
+        if value._version != self.version:
+            raise mutated(self.record.unit.name, self.version, value._version)
+        if self.role.dropped:
+            self.value = None
+        derive = self.role.derive
+        if derive is not None and (self.role.kind == "parameter" or not self.record.ran_in_replay):
+            return derive.apply(value, self.role.layout.shape, self.role.layout.stride)
+        return value
+
+
+class Kept:
+    """A stored output: exact, or encoded with all that decoding needs."""
+
+    __slots__ = ("encoded", "layout", "tensor", "version")
+
+    def __init__(self, output: torch.Tensor, codec: str | None) -> None:
+        self.layout = Layout.of(output)
+        self.version = output._version
+        self.tensor: torch.Tensor | None = None
+        self.encoded: Encoded | None = None
+        if codec is None:
+            self.tensor = output.detach()
+        else:
+            with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
+                self.encoded = get_codec(codec).encode(output.detach())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: the output's storage, or the payload."""
+        if self.encoded is not None:
+            return self.encoded.nbytes
+        return self.tensor.untyped_storage().nbytes() if self.tensor is not None else 0
+
+    def restore(self, unit_name: str) -> torch.Tensor:
+        if self.encoded is not None:
+            with torch.no_grad(), torch.autocast(self.layout.device.type, enabled=False):
+                return get_codec(self.encoded.codec).decode(self.encoded)
+        assert self.tensor is not None
+        self.check(unit_name)
+        return self.tensor
+
+    def check(self, unit_name: str) -> None:
+        if self.tensor is not None and self.tensor._version != self.version:
+            raise mutated(unit_name, self.version, self.tensor._version)
+
+
+def mutated(unit_name: str, saved_version: int, version: int) -> SavedTensorMutated:
+    return SavedTensorMutated(
+        f"Tensor saved by unit {unit_name} was changed in place after it was saved "
+        f"(version {saved_version} -> {version}). Make the change on a clone, or give the unit mode R",
+        unit=unit_name,
+        saved_version=saved_version,
+        version=version,
+    )
