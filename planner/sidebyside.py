@@ -202,7 +202,10 @@ def _row(run: Run, gc_run: Run, no_gc_run: Run, picks: Picks) -> Measured:
 
 def _predicted_bytes(run: Run) -> int | None:
     plan = run.highest.plan if run.highest is not None else None
-    return plan.predicted.peak_bytes if plan is not None else run.contender.predicted_peak_bytes
+    if plan is None:
+        return run.contender.predicted_peak_bytes
+    # 0 in a plan that was made by hand: nothing was predicted.
+    return plan.predicted.peak_bytes or None
 
 
 def _breaches(run: Run) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Benchmarks of this machine: ``python -m bench``. Not part of the installed package."""
