@@ -1,4 +1,4 @@
-"""The plan file: schema (version 1), strict loading, atomic saving of a whole set.
+"""The plan file's schema (version 1).
 
 A plan says, for one exposure regime and one length bucket, what each unit of each region does. pydantic validates the
 file; the runtime works with the frozen dataclasses below.
@@ -6,19 +6,10 @@ file; the runtime works with the frozen dataclasses below.
 
 from __future__ import annotations
 
-import glob as globlib
-import json
-import os
-import re
-import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-from hilore.runtime.errors import PlanFileError
+from pydantic import ConfigDict
 
 SCHEMA_VERSION = 1
 REGIME_LABELS = ("null", "low", "mid", "high")

@@ -1,0 +1,138 @@
+"""Plan files: read strictly, written whole or not at all."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from hilore.runtime.errors import PlanFileError
+from hilore.runtime.plan import SCHEMA_VERSION, Plan
+from hilore.runtime.planset import PlanSet
+
+__all__ = ["PlanSet", "load_plan", "load_plans", "plan_text", "save_plan"]
+
+_ADAPTER: TypeAdapter[Plan] = TypeAdapter(Plan)
+_SHOWN_PROBLEMS = 10
+
+
+def load_plans(source: str | Path | Iterable[str | Path]) -> PlanSet:
+    """All plans of a glob pattern or of given paths, as one set.
+
+    Raises PlanFileError: no file matches, a file is cut short or of another schema_version, unknown, missing or
+    wrong fields, no fingerprint, plans of two models, two set_ids under one name.
+    """
+    if isinstance(source, (str, Path)):
+        paths = sorted(glob.glob(str(source)))
+        if not paths:
+            raise PlanFileError(
+                f"{source}: no such plan file; make plans with: hilore-plan solve --budget N --delta D",
+                path=str(source),
+            )
+    else:
+        paths = [str(path) for path in source]
+    return PlanSet(tuple(load_plan(path) for path in paths))
+
+
+def load_plan(path: str | Path) -> Plan:
+    """One plan. Raises PlanFileError as ``load_plans``."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise PlanFileError(f"{path}: no such plan file", path=str(path)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanFileError(f"{path}: cannot be read: {error}", path=str(path)) from error
+    data = _parse(text, path)
+    if "path" in data:
+        raise PlanFileError(f"{path}: unknown key 'path'", path=str(path))
+    try:
+        plan = _ADAPTER.validate_json(text, strict=True)
+    except ValidationError as error:
+        found = [f"{path}: {'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        if len(found) > _SHOWN_PROBLEMS:
+            found = [*found[:_SHOWN_PROBLEMS], f"{path}: and {len(found) - _SHOWN_PROBLEMS} more problems"]
+        raise PlanFileError("\n".join(found), path=str(path)) from None
+    _check(plan, path)
+    return replace(plan, path=str(path))
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write one plan; an earlier file of that name is replaced only once the new one is complete."""
+    temporary = Path(f"{path}.tmp{os.getpid()}")
+    try:
+        temporary.write_text(plan_text(plan), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise PlanFileError(f"{path}: cannot be written: {error.strerror or error}", path=str(path)) from error
+
+
+def plan_text(plan: Plan) -> str:
+    """The file's text: keys in schema order, no NaN."""
+    data = asdict(plan)
+    del data["path"]
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
+def _parse(text: str, path: str | Path) -> dict[str, Any]:
+    try:
+        data: Any = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise PlanFileError(
+            f"{path}:{error.lineno}: not valid JSON (cut short?): {error.msg}; solve again", path=str(path)
+        ) from None
+    except ValueError as error:
+        raise PlanFileError(f"{path}: {error}", path=str(path)) from None
+    if not isinstance(data, dict):
+        raise PlanFileError(f"{path}: not a plan: expected an object at the top level", path=str(path))
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise PlanFileError(
+            f"{path}: schema_version is {version}, this runtime reads {SCHEMA_VERSION}; solve again with this "
+            "hilore-plan",
+            path=str(path),
+        )
+    if not data.get("fingerprint"):
+        raise PlanFileError(
+            f"{path}: the plan has no fingerprint, so nothing says which model it is for; solve again", path=str(path)
+        )
+    return data
+
+
+def _check(plan: Plan, path: str | Path) -> None:
+    """What the schema cannot say: codec exactly at L, a held region all H, each unit inside its region, once."""
+    for region in plan.regions:
+        for unit in region.units:
+            problem = ""
+            if (unit.codec is None) == (unit.mode == "L"):
+                problem = f"mode {unit.mode} with codec {unit.codec}"
+            elif region.hold and unit.mode != "H":
+                problem = f"mode {unit.mode} in a held region"
+            elif unit.mode != "R" and unit.dead:
+                problem = f"mode {unit.mode} and dead"
+            elif not unit.name.startswith(f"{region.name}."):
+                problem = f"is not in region {region.name}"
+            if problem:
+                raise PlanFileError(f"{path}: {unit.name}: {problem}", path=str(path), unit=unit.name)
+    names = [*(region.name for region in plan.regions), *plan.unit_names]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise PlanFileError(f"{path}: {twice} appears twice", path=str(path), unit=twice)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"duplicate key '{next(name for name in names if names.count(name) > 1)}'")
+    return data
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number that a plan can hold")

@@ -1,0 +1,86 @@
+"""A set of plans for one model: one per exposure regime and length bucket, and which of them a microbatch takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hilore.runtime.errors import ExposureError, PlanFileError
+from hilore.runtime.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSet:
+    """Plans of one set_id and name. Raises PlanFileError for none, mixed models, mixed sets or doubles."""
+
+    plans: tuple[Plan, ...]
+
+    def __post_init__(self) -> None:
+        if not self.plans:
+            raise PlanFileError("no plans given")
+        first = self.plans[0]
+        seen: dict[tuple[int, str], Plan] = {}
+        for plan in self.plans:
+            _refuse_mixed(first, plan)
+            key = (plan.length_bucket, plan.regime.label)
+            if key in seen:
+                raise PlanFileError(
+                    f"{_where(seen[key])} and {_where(plan)} are both the {plan.regime.label} plan for "
+                    f"{plan.length_bucket} tokens; load one of them",
+                    path=plan.path,
+                )
+            seen[key] = plan
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Tokens per row that plans exist for, ascending."""
+        return tuple(sorted({plan.length_bucket for plan in self.plans}))
+
+    def select(self, exposure: float, tokens: int) -> Plan | None:
+        """The plan for a microbatch of this exposure with rows of ``tokens`` tokens.
+
+        The smallest bucket that holds the tokens, in it the regime with ``exposure_low < exposure <=
+        exposure_high``; above every regime the highest plan (its caller must demote it). None where no bucket is
+        large enough: every unit is then to be recomputed. Raises ExposureError for NaN, infinity and negatives.
+        """
+        if not math.isfinite(exposure) or exposure < 0:
+            raise ExposureError(f"exposure {exposure} is no finite number of at least 0", exposure=exposure)
+        in_bucket = self._bucket(tokens)
+        if not in_bucket:
+            return None
+        for plan in in_bucket:
+            if exposure <= plan.regime.exposure_high:
+                return plan
+        return in_bucket[-1]
+
+    def highest(self, tokens: int) -> Plan | None:
+        """The plan of the highest exposure regime for rows of ``tokens`` tokens, None where no bucket holds them."""
+        in_bucket = self._bucket(tokens)
+        return in_bucket[-1] if in_bucket else None
+
+    def _bucket(self, tokens: int) -> list[Plan]:
+        fitting = [bucket for bucket in self.buckets if bucket >= tokens]
+        if not fitting:
+            return []
+        return sorted(
+            (plan for plan in self.plans if plan.length_bucket == fitting[0]), key=lambda p: p.regime.exposure_high
+        )
+
+
+def _refuse_mixed(first: Plan, plan: Plan) -> None:
+    if plan.name != first.name:
+        raise PlanFileError(
+            f"plans of two models: {_where(first)} is for {first.name!r}, {_where(plan)} for {plan.name!r}; load one "
+            "model's",
+            path=plan.path,
+        )
+    if plan.set_id != first.set_id:
+        raise PlanFileError(
+            f"two sets of plans under the name {plan.name!r}: {_where(first)} has set_id {first.set_id}, "
+            f"{_where(plan)} has {plan.set_id}; solve again, which replaces the whole set",
+            path=plan.path,
+        )
+
+
+def _where(plan: Plan) -> str:
+    return plan.path or f"the {plan.regime.label} plan of {plan.name}"
