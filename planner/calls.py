@@ -172,6 +172,12 @@ def _attention_flops(node: torch.fx.Node) -> int:
     return 2 * rows * int(key.shape[-2]) * int(query.shape[-1] + value.shape[-1])
 
 
+def has_mask(attention: UnitCall) -> bool:
+    """Whether an attention unit was captured with a mask."""
+    core = attention.nodes[0]
+    return core.target == _SDPA and len(core.args) > 3 and isinstance(core.args[3], torch.fx.Node)
+
+
 def _argument(node: torch.fx.Node, place: int) -> torch.Tensor:
     argument = node.args[place]
     assert isinstance(argument, torch.fx.Node)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from hilore.planner.calls import RegionCalls, UnitCall, count_runs, find_calls
+from hilore.planner.calls import RegionCalls, UnitCall, count_runs, find_calls, has_mask
 from hilore.planner.export import attention_implementations, export_model
 from hilore.planner.fake import as_fake, fake_mode_of
 from hilore.planner.liveness import UnitLiveness, contract, dependency_graph
@@ -255,7 +255,7 @@ def _notes(model: nn.Module, classes: tuple[CapturedClass, ...], idle: tuple[Reg
         for name, reason in found.calls.left_out.items():
             reasons.setdefault((name, reason), []).append(found.graph.name)
     notes.extend(f"{name} ({', '.join(where)}) is glue: {reason}" for (name, reason), where in reasons.items())
-    if any(unit.kind == "attention" for found in classes for unit in found.graph.units):
+    if any(unit.kind == "attention" and has_mask(unit) for found in classes for unit in found.calls.units):
         notes.append(
             "under torch.export transformers always builds an attention mask and expands k and v; without padding a "
             "plain run passes no mask. The graph gives names and liveness only, bytes come from plain runs"

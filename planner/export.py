@@ -142,6 +142,8 @@ def _marking(function: Callable[..., Any], paths: dict[int, str]) -> Callable[..
     calls = itertools.count()
 
     def marked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if id(module) not in paths:
+            return function(module, *args, **kwargs)
         with annotate({ATTENTION_MARK: (paths[id(module)], next(calls))}):
             return function(module, *args, **kwargs)
 

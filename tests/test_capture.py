@@ -51,6 +51,7 @@ def test_lora_qwen2() -> None:
     assert fields(units["mlp.gate_proj"]) == fields(units["mlp.up_proj"]) == (True, False, False)
     assert fields(units["mlp.down_proj"]) == (False, False, False), "dead in a replay that keeps nothing"
     assert units["mlp.down_proj"].feeds == ()
+    assert [n for n in found.notes if "always builds an attention mask" in n]
     assert all(unit.keepable and unit.reason == "" for unit in units.values())
 
 
@@ -180,6 +181,22 @@ def test_output_changed_in_place_is_not_keepable(block: type[nn.Module]) -> None
     assert (up.keepable, up.reason) == (False, CHANGED)
     assert (down.keepable, down.reason) == (True, "")
     assert up.feeds == ("down",)
+
+
+def test_what_is_added_in_place_through_a_view_is_part_of_the_value() -> None:
+    class AddsOther(Pair):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x)
+            hidden.view(-1).add_(self.other(x).view(-1))
+            return self.down(hidden)
+
+    units = units_of(of_blocks(AddsOther))
+    assert {name: unit.feeds for name, unit in units.items()} == {"up": ("down",), "other": ("down",), "down": ()}
+    assert [unit.keepable for unit in units.values()] == [False, True, True]
 
 
 def test_output_changed_in_place_after_its_region_is_not_keepable_in_any_region_of_the_class() -> None:

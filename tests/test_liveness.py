@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hilore.planner.capture import Capture, CapturedClass, capture_detailed
+from hilore.planner.configure import replayed_units
 from hilore.planner.liveness import running_units
 from tests import models
 
@@ -47,9 +49,15 @@ def _autocast(name: str) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if name.endswith("-autocast") else nullcontext()
 
 
-def _capture(name: str, model: nn.Module) -> tuple[Capture, tuple[CapturedClass, ...]]:
+@functools.cache
+def _model(name: str) -> nn.Module:
+    return MODELS[name]()
+
+
+@functools.cache
+def _capture(name: str) -> tuple[Capture, tuple[CapturedClass, ...]]:
     with _autocast(name):
-        return capture_detailed(model, _inputs(model))
+        return capture_detailed(_model(name), _inputs(_model(name)))
 
 
 def _subsets(names: tuple[str, ...]) -> Iterator[frozenset[str]]:
@@ -58,28 +66,21 @@ def _subsets(names: tuple[str, ...]) -> Iterator[frozenset[str]]:
 
 
 def _running_by_nodes(found: CapturedClass, kept: frozenset[str]) -> set[str]:
-    """Walk from every dropped saved tensor to the nodes that it comes from, not past a kept unit."""
-    graph: nx.DiGraph[str] = nx.DiGraph()
+    """Walk from all dropped saved tensors to the nodes that they come from, not past a kept unit."""
+    nodes = found.record.nodes
     owner = {node.name: call.name for call in found.calls.units for node in call.nodes}
-    for node in found.record.nodes.values():
-        graph.add_node(node.name)
-        for read in node.reads:
-            if owner.get(read) not in kept:
-                graph.add_edge(read, node.name)
-    needed: set[str] = set()
-    for node in found.record.nodes.values():
-        for use in node.saved.values():
-            for source in use.sources:
-                stored = owner.get(source) in kept
-                if source in found.record.nodes and not stored:
-                    needed |= {source} | nx.ancestors(graph, source)
-    return {owner[node] for node in needed if node in owner}
+    edges = [(read, node.name) for node in nodes.values() for read in node.reads if read in nodes]
+    saved = [source for node in nodes.values() for use in node.saved.values() for source in use.sources]
+    edges += [(source, "backward") for source in saved if source in nodes]
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_node("backward")
+    graph.add_edges_from((a, b) for a, b in edges if owner.get(a) not in kept)
+    return {owner[node] for node in nx.ancestors(graph, "backward") if node in owner}
 
 
 @every_model
 def test_rule_agrees_with_the_node_graph_for_every_kept_subset(name: str) -> None:
-    model = MODELS[name]()
-    _, classes = _capture(name, model)
+    _, classes = _capture(name)
     for found in classes:
         units = found.graph.units
         names = tuple(unit.name for unit in units)
@@ -181,8 +182,8 @@ def _same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 @every_model
 def test_gradients_stay_bitwise_exact_with_every_dead_unit_poisoned(name: str) -> None:
-    model = MODELS[name]()
-    captured = _capture(name, model)[0]
+    model = _model(name)
+    captured = _capture(name)[0]
     names = tuple(unit.name for unit in captured.classes[0].units)
     plain = _gradients(name, model)
     assert plain
@@ -195,8 +196,8 @@ def test_gradients_stay_bitwise_exact_with_every_dead_unit_poisoned(name: str) -
 @every_model
 def test_every_running_unit_is_needed(name: str) -> None:
     """The rule is not merely safe: whatever it runs would be missed (no GEMM is run for nothing)."""
-    model = MODELS[name]()
-    captured = _capture(name, model)[0]
+    model = _model(name)
+    captured = _capture(name)[0]
     plain = _gradients(name, model)
     for index, graph in enumerate(captured.classes):
         running, _ = running_units(graph.units, frozenset())
@@ -205,6 +206,14 @@ def test_every_running_unit_is_needed(name: str) -> None:
                 continue  # its poison would fall on the log-sum-exp's companion, which its own autograd saved
             poisoned = {i: frozenset({unit} if i == index else ()) for i in range(len(captured.classes))}
             assert not _same(_poisoned_gradients(name, model, captured, frozenset(), poisoned), plain), unit
+
+
+@every_model
+def test_the_solver_knows_the_same_rule(name: str) -> None:
+    for graph in _capture(name)[0].classes:
+        for kept in _subsets(tuple(unit.name for unit in graph.units)):
+            running, _ = running_units(graph.units, kept)
+            assert replayed_units(graph.units, kept) == set(running)  # type: ignore[arg-type]
 
 
 def test_rule_on_a_chain_by_hand() -> None:
