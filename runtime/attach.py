@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Literal, overload
 
@@ -16,9 +15,10 @@ from hilore.runtime.bind import (
     refuse_unsupported,
     same_units,
 )
-from hilore.runtime.errors import HiloreError, HiloreWarning
+from hilore.runtime.errors import HiloreError
 from hilore.runtime.fingerprint import check_fingerprint, model_fingerprint
 from hilore.runtime.install import install
+from hilore.runtime.notice import notice
 from hilore.runtime.plan import Plan
 from hilore.runtime.planfile import PlanSet
 from hilore.runtime.region import RegionBinding
@@ -53,7 +53,7 @@ def attach(
     runtime = Runtime(model, plan_set, regions)
     runtime.stats.accepted = accepted
     for line in accepted:
-        warnings.warn(line, HiloreWarning, stacklevel=2)
+        notice(line)
     try:
         install(runtime)
     except BaseException:

@@ -19,7 +19,7 @@ from hilore.runtime.huggingface import (
 )
 from hilore.runtime.modules import RegionForward
 from hilore.runtime.naming import canonical_modules, canonical_names
-from hilore.runtime.plan import Plan
+from hilore.runtime.plan import Plan, RegionPlan
 from hilore.runtime.region import ATTENTION, RegionBinding
 from hilore.runtime.unit import UnitBinding
 
@@ -50,23 +50,41 @@ def bind_regions(model: nn.Module, plan: Plan) -> tuple[RegionBinding, ...]:
     planned = [region.name for region in plan.regions]
     layers = checkpointable_names(model) or [name for name in planned if name in modules]
     _compare("regions", planned, layers, modules)
-    bindings = []
-    for region in plan.regions:
-        units = {}
-        for unit in region.units:
-            path, _, function = unit.name.partition(":")
-            if path not in modules or not path.startswith(region.name):
-                raise _missing("units", unit.name, list(modules), len(plan.unit_names))
-            kind = ATTENTION if function == ATTENTION else "module"
-            units[unit.name] = UnitBinding(unit.name, kind, modules[path], {})
-        bindings.append(RegionBinding(region.name, modules[region.name], units))
-    return tuple(bindings)
+    return tuple(
+        RegionBinding(region.name, modules[region.name], _bind_units(region, modules, len(plan.unit_names)))
+        for region in plan.regions
+    )
+
+
+def _bind_units(region: RegionPlan, modules: dict[str, nn.Module], unit_count: int) -> dict[str, UnitBinding]:
+    units: dict[str, UnitBinding] = {}
+    for unit in region.units:
+        path, colon, function = unit.name.partition(":")
+        inside = path == region.name or _is_inside(path, region.name)
+        if path not in modules or not inside or (colon and function != ATTENTION):
+            units_of_path = [f"{path}:{ATTENTION}"] if colon and path in modules and inside else list(modules)
+            raise _missing("units", unit.name, units_of_path, unit_count)
+        units[unit.name] = UnitBinding(unit.name, ATTENTION if colon else "module", modules[path], {})
+    paths = [unit.name for unit in units.values() if unit.kind != ATTENTION]
+    for outer in paths:
+        inner = next((path for path in paths if _is_inside(path, outer)), None)
+        if inner is not None:
+            raise BindError(f"unit {inner} lies inside unit {outer}; a call can belong to one unit only", unit=inner)
+    return units
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return outer == "" or path.startswith(f"{outer}.")
 
 
 def checkpointable_names(model: nn.Module) -> list[str]:
-    """Canonical names of the layers that Hugging Face checkpoints, in order; empty for other models."""
+    """Canonical names of the outermost layers that Hugging Face checkpoints, in order; empty for other models."""
     names = canonical_names(model)
-    return list(dict.fromkeys(names[full] for full, module in model.named_modules() if is_checkpointable_layer(module)))
+    found: dict[str, None] = {}
+    for full, module in model.named_modules():
+        if is_checkpointable_layer(module) and not any(_is_inside(names[full], outer) for outer in found):
+            found[names[full]] = None
+    return list(found)
 
 
 def switchable_models(model: nn.Module, regions: tuple[RegionBinding, ...]) -> list[nn.Module]:

@@ -2,6 +2,10 @@
 
 Pack gives a slot for what is dropped; the first unpack runs the region again under the plan and the ambient state of
 its forward, hands each slot its tensor, and stops as soon as the last one is there (early stop).
+
+A plan may split a region's replay at a unit: backward first needs what was saved late in the forward (the MLP), so a
+first replay fills only those slots, and a second one those before the split (attention) once backward gets there. The
+early part's recomputed tensors are then not alive during the late part's backward, where the peak is.
 """
 
 from __future__ import annotations
@@ -31,10 +35,11 @@ class _EndOfReplay(BaseException):
 class Slot:
     """What autograd holds instead of a dropped tensor."""
 
-    __slots__ = ("__weakref__", "dtype", "frame", "shape", "value", "version")
+    __slots__ = ("__weakref__", "dtype", "frame", "late", "shape", "value", "version")
 
-    def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
+    def __init__(self, frame: Frame, tensor: torch.Tensor, late: bool) -> None:
         self.frame = frame
+        self.late = late
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.value: torch.Tensor | None = None
@@ -42,7 +47,7 @@ class Slot:
 
     def take(self) -> torch.Tensor:
         if self.value is None:
-            self.frame.replay()
+            self.frame.replay(self.late)
         value = self.value
         if value is None:
             raise self.frame.mismatch("it saved fewer tensors than its forward")
@@ -72,7 +77,9 @@ def _unpack(packed: Slot | Direct | Entry) -> torch.Tensor:
     return packed.take()
 
 
-def _unpack_in_replay(packed: torch.Tensor) -> torch.Tensor:
+def _unpack_in_replay(packed: torch.Tensor | None) -> torch.Tensor:
+    if packed is None:
+        raise ReplayMismatchError("a backward ran through a replay; replays only make tensors")
     return packed
 
 
@@ -86,6 +93,8 @@ class Frame:
         self.choice = choice
         self.actions = choice.actions(region)
         self.recordable = choice.recordable(region)
+        self.split_at = choice.split_at(region)
+        self._intercepted = self.recordable | {self.split_at} if self.split_at else self.recordable
         self.call = call
         self.args = args
         self.kwargs = kwargs
@@ -95,9 +104,11 @@ class Frame:
         self.random = RandomState.now(device_type, inputs)
         self.autocast = AutocastState.now(device_type)
         self.slots: list[weakref.ref[Slot]] = []
+        self.late_from = -1
         self.records: dict[str, UnitRecord] = {}
         self.record: UnitRecord | None = None
         self.replaying = False
+        self._late_stage = True
         self._cursor = 0
         self._entry_cursor = 0
         self._pending = 0
@@ -114,7 +125,7 @@ class Frame:
 
     def run(self) -> Any:
         """The forward. Raises what the region raises; SavedTensorMutated if a kept output was changed in place."""
-        with self.region.installed(self.recordable), _RunningAs(self), saved_tensors_hooks(self._pack, _unpack):
+        with self.region.installed(self._intercepted), _RunningAs(self), saved_tensors_hooks(self._pack, _unpack):
             result = self.call(*self.args, **self.kwargs)
         for record in self.records.values():
             if record.kept is not None:
@@ -125,6 +136,8 @@ class Frame:
         """A unit's call inside this frame, in forward or in a replay."""
         if self.replaying:
             return self._replayed_call(unit_name, call, args, kwargs)
+        if unit_name == self.split_at:
+            self.late_from = len(self.slots)
         if unit_name not in self.recordable:
             return call(*args, **kwargs)
         if unit_name in self.records:
@@ -133,7 +146,7 @@ class Frame:
                 "Run `hilore-plan trace` on this model: it leaves such a unit out",
                 unit=unit_name,
             )
-        record = UnitRecord(self.region_name, self.region.units[unit_name])
+        record = UnitRecord(self.region_name, self.region.units[unit_name], late=self._in_late_part)
         self.records[unit_name] = record
         self.record = record
         try:
@@ -148,26 +161,32 @@ class Frame:
         self.choice.stats.unit_ran(unit_name, record)
         return result
 
-    def replay(self) -> None:
-        """Run the region again and fill every slot and entry that backward may ask for."""
+    def replay(self, late: bool) -> None:
+        """Run the region again and fill the slots and entries that backward may ask for.
+
+        ``late``: whether the tensor asked for was saved after the split; only that part is filled then. Without a
+        split everything is.
+        """
         if self.replaying:
             raise self.mismatch("a backward inside its own replay asked for a saved tensor")
         for tensor, version in self.input_versions:
             if tensor._version != version:
                 raise mutated(self.region_name, version, tensor._version)
+        self._late_stage = late
         # A second replay (retain_graph) finds the store empty: then every unit runs.
-        again = any(record.released for record in self.records.values())
+        again = any(record.released for record in self.records.values() if late or self._wanted(record.late))
         self.actions = {} if again else self.choice.actions(self.region)
         self._cursor = 0
         self._answered = set()
-        self._pending = len(self.slots) + sum(record.needs_replay for record in self.records.values())
+        self._pending = sum(self._wanted(self._is_late(place)) for place in range(len(self.slots)))
+        self._pending += sum(r.needs_replay and self._wanted(r.late) for r in self.records.values())
         self.replaying = True
         try:
             with ExitStack() as stack:
                 stack.enter_context(self.random.forked())
                 stack.enter_context(self.autocast.applied())
                 stack.enter_context(torch.enable_grad())
-                stack.enter_context(self.region.installed(self.recordable))
+                stack.enter_context(self.region.installed(self._intercepted))
                 stack.enter_context(_RunningAs(self))
                 stack.enter_context(saved_tensors_hooks(self._pack_in_replay, _unpack_in_replay))
                 if self._pending:
@@ -193,20 +212,35 @@ class Frame:
             return self.record.pack(self, tensor)
         if _is_parameter(tensor):
             return Direct(tensor, self.region_name)
-        slot = Slot(self, tensor)
+        slot = Slot(self, tensor, late=self._in_late_part)
         self.slots.append(weakref.ref(slot))
         return slot
 
-    def _pack_in_replay(self, tensor: torch.Tensor) -> torch.Tensor:
+    @property
+    def _in_late_part(self) -> bool:
+        return self.late_from >= 0
+
+    def _is_late(self, place: int) -> bool:
+        return 0 <= self.late_from <= place
+
+    def _wanted(self, late: bool) -> bool:
+        """Whether this stage of the replay fills what was saved in the late (early) part."""
+        return self.late_from < 0 or late == self._late_stage
+
+    def _pack_in_replay(self, tensor: torch.Tensor) -> torch.Tensor | None:
         value = tensor.detach()
         if self.record is not None:
-            self.record.refill(self._entry_cursor, value)
+            wanted = self._wanted(self.record.late)
+            self.record.refill(self._entry_cursor, value, fill=wanted)
             self._entry_cursor += 1
-            return value
+            return value if wanted else None
         if _is_parameter(tensor):
             return value
         if self._cursor >= len(self.slots):
             raise self.mismatch(f"it saved more than the {len(self.slots)} tensors of its forward")
+        if not self._wanted(self._is_late(self._cursor)):
+            self._cursor += 1
+            return None
         slot = self.slots[self._cursor]()
         self._cursor += 1
         if slot is not None:
@@ -230,15 +264,18 @@ class Frame:
             raise self.mismatch(f"{unit_name} was called twice")
         self._answered.add(unit_name)
         action = self.actions.get(unit_name)
-        record.ran_in_replay = action is None or not (action.kept or action.dead)
-        if action is None or record.ran_in_replay:
+        wanted = self._wanted(record.late)
+        left_out = action is not None and (action.kept or (action.dead if wanted else action.dead_late))
+        if wanted:
+            record.ran_in_replay = not left_out
+        if action is None or not left_out:
             result = self._rerun(record, call, args, kwargs)
         else:
             if record.random_after is not None:
                 record.random_after.restore()
-            result = record.answer(args, kwargs)
+            result = record.answer(args, kwargs, hand_over=wanted)
             self.choice.stats.call_left_out(unit_name, action)
-        if record.needs_replay:
+        if wanted and record.needs_replay:
             self._count_down()
         return result
 

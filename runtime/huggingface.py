@@ -10,7 +10,6 @@ Objects installed here reduce to plain equivalents: a deep copy or a pickle of a
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hilore.runtime.ambient import running
-from hilore.runtime.errors import HiloreWarning, UnsupportedModelError
+from hilore.runtime.errors import UnsupportedModelError
+from hilore.runtime.notice import notice
 
 if TYPE_CHECKING:
     from hilore.runtime.region import RegionBinding
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SWITCH = "_set_gradient_checkpointing"
 FUNCTION = "_gradient_checkpointing_func"
+ENABLED = "gradient_checkpointing"
+_CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
 
 
 def is_switchable(module: nn.Module) -> bool:
@@ -71,6 +73,17 @@ class RegionCheckpoint:
         self._region = region
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A layer binds itself and its keyword arguments into a partial; the frame must see those tensors too.
+        if isinstance(function, functools.partial):
+            kwargs = function.keywords | kwargs
+            function = functools.partial(function.func, *function.args)
+        for name in _CACHES:
+            if kwargs.get(name) is not None:
+                raise UnsupportedModelError(
+                    f"{self._region.name}: a training forward got {name}; a replay would write into the cache a "
+                    "second time. Call the model without use_cache=True and without past_key_values",
+                    unit=self._region.name,
+                )
         return self._runtime.run_region(self._region, function, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -102,6 +115,11 @@ class CheckpointingSwitch:
         """The model's own switch, with plain non-reentrant checkpointing."""
         method = getattr(type(self._model), SWITCH)
         method(self._model, enable=enable, gradient_checkpointing_func=plain_checkpoint())
+
+    def set_own_flag_off(self) -> None:
+        """Take the flag from the model itself (not its layers), where it has one."""
+        if ENABLED in vars(self._model):
+            vars(self._model)[ENABLED] = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return plain_switch(memo.get(id(self._model), self._model))
@@ -156,16 +174,14 @@ def unwrap_attention(implementation: str, wrapped: AttentionCall) -> None:
         AttentionInterface.register(implementation, wrapped.original)
 
 
-def set_cache_off(model: nn.Module, stacklevel: int) -> Any:
+def set_cache_off(model: nn.Module) -> Any:
     """Set a config default ``use_cache=True`` off, saying so once. Returns the config that had it on, else None."""
     config: Any = getattr(model, "config", None)
     if not getattr(config, "use_cache", False):
         return None
-    warnings.warn(
+    notice(
         f"{type(model).__name__}: config.use_cache was on and is set off while a plan is attached: a training forward "
-        "has no use for a key-value cache",
-        HiloreWarning,
-        stacklevel=stacklevel,
+        "has no use for a key-value cache"
     )
     config.use_cache = False
     return config

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hilore.runtime.bind import checkpointable_names, switchable_models
-from hilore.runtime.errors import HiloreWarning, UnsupportedModelError
+from hilore.runtime.errors import UnsupportedModelError
 from hilore.runtime.fingerprint import base_model
-from hilore.runtime.huggingface import FUNCTION, set_cache_off, unwrap_attention, wrap_attention
+from hilore.runtime.huggingface import ENABLED, FUNCTION, set_cache_off, unwrap_attention, wrap_attention
 from hilore.runtime.modules import RegionForward
+from hilore.runtime.notice import notice
 from hilore.runtime.region import ATTENTION, RegionBinding
 
 if TYPE_CHECKING:
     from hilore.runtime.runtime import Runtime
-
-_ENABLED = "gradient_checkpointing"
 
 
 def install(runtime: Runtime) -> None:
@@ -37,14 +35,10 @@ def install(runtime: Runtime) -> None:
 
 def _install_on_hugging_face(runtime: Runtime, switchable: list[nn.Module]) -> None:
     outermost = switchable[0]
-    if getattr(runtime.regions[0].module, _ENABLED, False):
-        warnings.warn(
-            f"{type(outermost).__name__}: its own gradient checkpointing was on; the plan takes its place",
-            HiloreWarning,
-            stacklevel=4,
-        )
+    if getattr(runtime.regions[0].module, ENABLED, False):
+        notice(f"{type(outermost).__name__}: its own gradient checkpointing was on; the plan takes its place")
     runtime.on_detach(_restoring_checkpointing(outermost))
-    config = set_cache_off(base_model(runtime.model), stacklevel=5)
+    config = set_cache_off(base_model(runtime.model))
     if config is not None:
         runtime.on_detach(lambda: setattr(config, "use_cache", True))
     for implementation in _attention_implementations(runtime.regions):
@@ -57,14 +51,14 @@ def _install_on_hugging_face(runtime: Runtime, switchable: list[nn.Module]) -> N
 def _restoring_checkpointing(outermost: nn.Module) -> Callable[[], None]:
     """Remember, for every module with a checkpointing flag, what its switch writes; gives the undoing."""
     before = [
-        (module, {name: vars(module)[name] for name in (FUNCTION, _ENABLED) if name in vars(module)})
+        (module, {name: vars(module)[name] for name in (FUNCTION, ENABLED) if name in vars(module)})
         for module in outermost.modules()
-        if hasattr(module, _ENABLED)
+        if hasattr(module, ENABLED)
     ]
 
     def restore() -> None:
         for module, attributes in before:
-            for name in (FUNCTION, _ENABLED):
+            for name in (FUNCTION, ENABLED):
                 vars(module).pop(name, None)
             vars(module).update(attributes)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hilore.runtime.errors import HiloreWarning
 from hilore.runtime.exposure import LossSpec, exposure_before_forward, normalised_exposure
+from hilore.runtime.notice import notice
 from hilore.runtime.region import Choice
 from hilore.runtime.stats import StepStats
 
@@ -56,11 +55,9 @@ class Microbatch:
         if exc_type is not None:
             return
         if self.regions_run == 0 and runtime.enabled and runtime.model.training:
-            warnings.warn(
+            notice(
                 "no region ran under a plan in this microbatch: the model was not called, was called without "
-                "gradients, or its checkpointing functions were replaced after attach",
-                HiloreWarning,
-                stacklevel=2,
+                "gradients, or its checkpointing functions were replaced after attach"
             )
         runtime.stats.steps.append(self._step())
 

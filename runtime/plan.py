@@ -22,7 +22,8 @@ class UnitPlan:
     """One unit's mode. ``codec`` is set exactly when ``mode`` is ``"L"``.
 
     ``dead``: no dropped saved tensor needs this call in a replay under this plan, so a replay leaves it out.
-    ``dead_if_demoted``: the same when every L unit of the plan runs as R.
+    ``dead_if_demoted``: the same when every L unit of the plan runs as R. ``dead_late`` (and ``..._if_demoted``): no
+    tensor saved after the region's ``split_at`` needs it, so the first stage of a split replay leaves it out.
     """
 
     __pydantic_config__ = _STRICT  # noqa: RUF012
@@ -32,17 +33,24 @@ class UnitPlan:
     codec: str | None
     dead: bool
     dead_if_demoted: bool
+    dead_late: bool = False
+    dead_late_if_demoted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RegionPlan:
-    """One region; ``hold`` means no replay at all (then every unit is H)."""
+    """One region; ``hold`` means no replay at all (then every unit is H).
+
+    ``split_at``: the unit before which the replay is split. Backward first needs what was saved from that unit on; a
+    first stage makes only that, a second one the rest, so that both are never alive at once. None: one replay.
+    """
 
     __pydantic_config__ = _STRICT  # noqa: RUF012
 
     name: str
     hold: bool
     units: tuple[UnitPlan, ...]
+    split_at: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,10 +116,16 @@ def _check(plan: Plan, path: str | Path) -> None:
                 problem = f"mode {unit.mode} in a held region"
             elif unit.mode != "R" and unit.dead:
                 problem = f"mode {unit.mode} and dead"
+            elif unit.mode != "R" and unit.dead_late:
+                problem = f"mode {unit.mode} and dead_late"
             elif not unit.name.startswith(f"{region.name}."):
                 problem = f"is not in region {region.name}"
             if problem:
                 raise PlanFileError(f"{path}: {unit.name}: {problem}", path=str(path), unit=unit.name)
+        if region.split_at is not None and region.split_at not in {unit.name for unit in region.units}:
+            raise PlanFileError(
+                f"{path}: {region.name}: split_at {region.split_at} is no unit of it", path=str(path), unit=region.name
+            )
     names = [*(region.name for region in plan.regions), *plan.unit_names]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)

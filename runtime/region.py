@@ -24,11 +24,12 @@ ATTENTION = "attention"
 @dataclass(frozen=True, slots=True)
 class Action:
     """What a replay does with a unit: answer from the store (``kept``, decoded where ``codec``), leave it out
-    (``dead``), or run it (neither)."""
+    (``dead``), or run it (neither). ``dead_late``: the same for the late stage of a split replay."""
 
     kept: bool
     codec: str | None
     dead: bool
+    dead_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,15 @@ class RegionActions:
     planned: dict[str, Action]
     demoted: dict[str, Action]
     recordable: frozenset[str]
+    split_at: str | None = None
 
     @classmethod
     def of(cls, region: RegionPlan) -> RegionActions:
-        planned = {u.name: Action(u.mode != "R", u.codec, u.dead) for u in region.units}
-        demoted = {u.name: Action(u.mode == "H", None, u.dead_if_demoted) for u in region.units}
-        names = frozenset(u.name for u in region.units if u.mode != "R" or u.dead or u.dead_if_demoted)
-        return cls(region.hold, planned, demoted, names)
+        planned = {u.name: Action(u.mode != "R", u.codec, u.dead, u.dead_late) for u in region.units}
+        demoted = {u.name: Action(u.mode == "H", None, u.dead_if_demoted, u.dead_late_if_demoted) for u in region.units}
+        actions = (*planned.items(), *demoted.items())
+        names = frozenset(name for name, action in actions if action.kept or action.dead or action.dead_late)
+        return cls(region.hold, planned, demoted, names, region.split_at)
 
 
 class RegionBinding:
@@ -121,6 +124,10 @@ class Choice:
             return {}
         actions = self._actions[region.name]
         return actions.demoted if self.demoted else actions.planned
+
+    def split_at(self, region: RegionBinding) -> str | None:
+        """The unit at which the region's replay is split into two stages."""
+        return None if self.plan is None else self._actions[region.name].split_at
 
     def recordable(self, region: RegionBinding) -> frozenset[str]:
         return frozenset() if self.plan is None else self._actions[region.name].recordable

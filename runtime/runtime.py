@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,11 @@ from torch import nn
 
 from hilore.runtime.ambient import tensors_in
 from hilore.runtime.bind import refuse_foreign_hooks, same_units
-from hilore.runtime.errors import FingerprintError, HiloreWarning, PlanSwitchError, UnsupportedModelError
+from hilore.runtime.errors import FingerprintError, PlanSwitchError, UnsupportedModelError
 from hilore.runtime.frame import Frame
-from hilore.runtime.huggingface import FUNCTION, SWITCH, CheckpointingSwitch, RegionCheckpoint
+from hilore.runtime.huggingface import ENABLED, FUNCTION, SWITCH, CheckpointingSwitch, RegionCheckpoint
 from hilore.runtime.microbatch import Microbatch
+from hilore.runtime.notice import notice
 from hilore.runtime.plan import Plan
 from hilore.runtime.planfile import PlanSet
 from hilore.runtime.region import Choice, RegionActions, RegionBinding, compile_plan
@@ -122,11 +122,9 @@ class Runtime:
         if highest is None or not fits:
             self.stats.over_length += 1
             if self.stats.over_length == 1:
-                warnings.warn(
+                notice(
                     f"A microbatch of {rows} x {tokens} tokens is larger than any plan was made for; it runs with "
-                    "every unit recomputed. Add its length to batch.length_buckets and solve again",
-                    HiloreWarning,
-                    stacklevel=2,
+                    "every unit recomputed. Add its length to batch.length_buckets and solve again"
                 )
             return Choice(None, {}, self.stats, demoted=False), "over_length"
         if exposure is None:
@@ -142,7 +140,11 @@ class Runtime:
         """Give every region's layer our checkpointing function (each time the switch is turned on)."""
         for region in self.regions:
             vars(region.module)[FUNCTION] = RegionCheckpoint(self, region)
-            vars(region.module)["gradient_checkpointing"] = True
+            vars(region.module)[ENABLED] = True
+        # A model's own flag only makes it drop use_cache=True in silence; left off, the cache reaches a region, which
+        # refuses it by name.
+        for switch in self._switches:
+            switch.set_own_flag_off()
 
     def install_switch(self, switchable: nn.Module) -> None:
         """Shadow the checkpointing switch of one Hugging Face model instance."""

@@ -76,7 +76,7 @@ class Entry:
     def take(self) -> torch.Tensor:
         """The tensor that backward asked for; in-place changes since it was saved are an error, as in eager."""
         if self.value is None:
-            self.frame.replay()
+            self.frame.replay(self.record.late)
         value = self.value
         if value is None:
             raise self.record.mismatch("the replay did not reach it although backward needs a tensor of it")

@@ -45,6 +45,7 @@ class UnitRecord:
         "arguments",
         "entries",
         "kept",
+        "late",
         "output_layout",
         "output_place",
         "output_requires_grad",
@@ -57,8 +58,9 @@ class UnitRecord:
         "unit",
     )
 
-    def __init__(self, region_name: str, unit: UnitBinding) -> None:
+    def __init__(self, region_name: str, unit: UnitBinding, late: bool = False) -> None:
         self.region_name = region_name
+        self.late = late
         self.unit = unit
         self.roles: list[Role] = []
         self.entries: list[weakref.ref[Entry]] = []
@@ -104,19 +106,21 @@ class UnitRecord:
         """Whether backward can ask this record for something that only a replay can give."""
         return any(role.dropped for role in self.roles)
 
-    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, hand_over: bool = True) -> Any:
         """Replay: hand over arguments and output to the entries and return the output without running the call.
 
-        The store lets go of the output here: from now on only the replay and the entries hold it.
+        With ``hand_over`` the store lets go of the output: from now on only the replay and the entries hold it.
+        Without it nothing is handed over, since another stage of the replay is still to come.
         """
         arguments = tensors_in(args, kwargs)
         stored = None
         if self.kept is not None:
             stored = self.kept.restore(self.unit.name)
-            self.kept = None
-            self.released = True
+            if hand_over:
+                self.kept = None
+                self.released = True
         for role, reference in zip(self.roles, self.entries, strict=True):
-            entry = reference()
+            entry = reference() if hand_over else None
             if entry is None or not role.dropped:
                 continue
             if role.kind == "argument":
@@ -130,8 +134,11 @@ class UnitRecord:
             return output
         return (*self.template[: self.output_place], output, *self.template[self.output_place + 1 :])
 
-    def refill(self, index: int, tensor: torch.Tensor) -> None:
-        """Replay of a call that runs after all: its saved tensors come in the order of the forward."""
+    def refill(self, index: int, tensor: torch.Tensor, *, fill: bool = True) -> None:
+        """Replay of a call that runs after all: its saved tensors come in the order of the forward.
+
+        ``fill`` False: only checked, another stage of the replay fills them.
+        """
         if index >= len(self.roles):
             raise self.mismatch(f"it saved more than the {len(self.roles)} tensors of its forward")
         role = self.roles[index]
@@ -141,7 +148,7 @@ class UnitRecord:
                 f"{tuple(tensor.shape)} {tensor.dtype} in the replay"
             )
         entry = self.entries[index]()
-        if entry is not None and role.dropped:
+        if fill and entry is not None and role.dropped:
             entry.fill(tensor)
 
     def mismatch(self, reason: str) -> ReplayMismatchError:
