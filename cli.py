@@ -196,7 +196,7 @@ def show(
 ) -> None:
     """What plans do, folded over regions that do the same."""
     from hilore.planner import plan_view
-    from hilore.runtime.plan import load_plan
+    from hilore.runtime.planfile import load_plan
 
     loaded = [load_plan(path) for path in plans]
     if as_json:
@@ -216,7 +216,7 @@ def explain(
     """Why a unit is what it is: what binds, and the price of each alternative."""
     from hilore.planner import explain as explaining
     from hilore.planner.tracefile import load_trace, newest_trace
-    from hilore.runtime.plan import load_plan
+    from hilore.runtime.planfile import load_plan
 
     path = trace_path if trace_path is not None else newest_trace()
     found = explaining.explain_unit(load_plan(plan), load_trace(path), unit)
@@ -234,7 +234,7 @@ def diff(
 ) -> None:
     """What changed from one plan to another."""
     from hilore.planner import plan_view
-    from hilore.runtime.plan import load_plan
+    from hilore.runtime.planfile import load_plan
 
     changed = plan_view.plan_differences(load_plan(first), load_plan(second))
     if as_json:

@@ -1,0 +1,244 @@
+"""show, diff and explain on plan files of a synthetic trace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hilore.cli import main
+from hilore.planner.configure import replayed_units
+from hilore.planner.explain import explain_unit
+from hilore.planner.plan_view import plan_differences
+from hilore.planner.problem import RISK_SCALE
+from hilore.planner.trace import Trace
+from hilore.planner.tracefile import save_trace
+from hilore.planner.verify import reference_peaks, reference_times, verify_modes
+from hilore.runtime.errors import HiloreError
+from hilore.runtime.plan import Plan, Predicted, Regime, RegionPlan, SolverReport, UnitPlan
+from hilore.runtime.planfile import save_plan
+from tests.solver_fixtures import qwen_trace
+
+MIB = 2**20
+HELD = "held"
+ATTENTION, GATE = "self_attn:attention", "mlp.gate_proj"
+
+
+@pytest.fixture
+def trace() -> Trace:
+    return qwen_trace(layers=4, codecs=("int8-g128", "int4-g64"))
+
+
+def region_plan(trace: Trace, name: str, kept: Collection[str] | str, lossy: Collection[str] = ()) -> RegionPlan:
+    """One region: HELD, or the names of its units at H and at L (int8-g128)."""
+    units = trace.buckets[0].classes[0].units
+    stored, exact = {*kept, *lossy}, set(kept)
+    running, demoted = replayed_units(units, stored), replayed_units(units, exact)
+    made = []
+    for unit in units:
+        if kept == HELD:
+            made.append(UnitPlan(f"{name}.{unit.name}", "H", None, False, False))
+            continue
+        mode = "L" if unit.name in lossy else "H" if unit.name in exact else "R"
+        made.append(
+            UnitPlan(
+                f"{name}.{unit.name}",
+                mode,  # type: ignore[arg-type]
+                "int8-g128" if mode == "L" else None,
+                dead=unit.name not in stored | running,
+                dead_if_demoted=unit.name not in exact | demoted,
+            )
+        )
+    return RegionPlan(name, kept == HELD, tuple(made))
+
+
+def plan_of(trace: Trace, regions: tuple[RegionPlan, ...], *, budget: int | None = None, label: str = "mid") -> Plan:
+    """A plan with these regions; its budget is its own peak unless one is given."""
+    bucket = trace.buckets[0]
+    found = verify_modes(trace, bucket, regions)
+    gc_peak, no_gc_peak = reference_peaks(trace)
+    gc_ns, no_gc_ns = reference_times(trace)
+    predicted = Predicted(
+        found.peak_bytes,
+        found.peak_event,
+        found.step_ns,
+        gc_ns,
+        gc_peak,
+        no_gc_ns,
+        no_gc_peak,
+        (found.risk / RISK_SCALE) ** 0.5,
+    )
+    low, high = {"null": (0.0, 0.0), "mid": (0.6, 1.1)}[label]
+    return Plan(
+        schema_version=1,
+        set_id="0123456789ab",
+        name=trace.name,
+        loss={"kind": "grpo"},
+        regime=Regime(label, low, high, 0.3),  # type: ignore[arg-type]
+        budget_bytes=found.peak_bytes if budget is None else budget,
+        margin_bytes=0,
+        delta=1.0,
+        delta_star=0.01,
+        calibrated=False,
+        predicted=predicted,
+        length_bucket=bucket.tokens,
+        regions=regions,
+        solver=SolverReport("cp-sat", "optimal", 1, 1, 0.0, 0.5, 2),
+        fingerprint={"model_type": "qwen2"},
+        provenance={},
+    )
+
+
+def mixed(trace: Trace, **options: int | str) -> Plan:
+    regions = (
+        region_plan(trace, "model.layers.0", [ATTENTION], [GATE]),
+        region_plan(trace, "model.layers.1", [ATTENTION], [GATE]),
+        region_plan(trace, "model.layers.2", HELD),
+        region_plan(trace, "model.layers.3", []),
+    )
+    return plan_of(trace, regions, **options)  # type: ignore[arg-type]
+
+
+def test_show_folds_equal_regions(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_plan(mixed(trace), "a.json")
+    assert main(["show", "a.json"]) == 0
+    lines = [" ".join(line.replace("│", "|").split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "qwen-like, regime mid (exposure 0.6 to 1.1), 2048 tokens per row, set 0123456789ab"
+    assert "4 regions, 1 held; units H 10, L 2, R 20" in lines
+    rows = [line for line in lines if line.startswith("| model.layers")]
+    assert rows[0].startswith(f"| model.layers.0-1 | 2 | {ATTENTION} | {GATE} (int8-g128) | ")
+    assert "self_attn.q_proj" in rows[0]
+    assert rows[1:2] == ["| model.layers.2 | 1 | all (held) | - | - | - |"]
+    assert rows[2].startswith("| model.layers.3 | 1 | - | - | ")
+    assert rows[2].endswith("| mlp.down_proj |")
+    assert len(rows) == 3
+
+
+def test_show_json(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = mixed(trace)
+    save_plan(plan, "a.json")
+    assert main(["show", "a.json", "a.json", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["plans"]
+    assert [one["path"] for one in shown] == ["a.json", "a.json"]
+    assert shown[0]["counts"] == {"H": 10, "L": 2, "R": 20}
+    assert shown[0]["held"] == 1
+    assert shown[0]["gain_over_gc"] == plan.predicted.gc_step_ns / plan.predicted.step_ns - 1
+    assert [(part["regions"], part["count"]) for part in shown[0]["regions"]] == [
+        ("model.layers.0-1", 2),
+        ("model.layers.2", 1),
+        ("model.layers.3", 1),
+    ]
+    assert shown[0]["regions"][0]["L"] == {GATE: "int8-g128"}
+
+
+def test_a_truncated_plan_and_a_missing_one(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_plan(mixed(trace), "a.json")
+    text = Path("a.json").read_text()
+    Path("b.json").write_text(text[: len(text) // 2])
+    assert main(["show", "a.json", "b.json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("b.json:")
+    assert len(captured.err.splitlines()) == 1
+    assert main(["show", "c.json"]) == 2
+    assert capsys.readouterr().err == "c.json: no such plan file\n"
+
+
+def test_diff_names_what_changed(trace: Trace) -> None:
+    first = mixed(trace)
+    second = replace(
+        first,
+        regions=(
+            region_plan(trace, "model.layers.0", [ATTENTION, GATE]),
+            region_plan(trace, "model.layers.1", [ATTENTION, GATE]),
+            *first.regions[2:],
+        ),
+    )
+    assert plan_differences(first, first) == []
+    changed = plan_differences(first, second)
+    assert changed == [
+        "units at H: 10 -> 12",
+        "units at L: 2 -> 0",
+        f"model.layers.0-1: {GATE} L(int8-g128) -> H",
+    ]
+    held = replace(first, regions=(*first.regions[:3], region_plan(trace, "model.layers.3", HELD)))
+    assert plan_differences(first, held)[-1].startswith("model.layers.3: now held; self_attn.q_proj R -> H; ")
+
+
+def test_explain_prices_each_alternative_against_the_verifier(trace: Trace) -> None:
+    plan = mixed(trace, budget=1 << 40)
+    found = explain_unit(plan, trace, f"model.layers.1.{GATE}")
+    assert (found.kind, found.mode, found.dead, found.held) == ("gate", "L (int8-g128)", False, False)
+    priced = {other.change: other for other in found.alternatives}
+    assert list(priced) == [
+        "unit at H",
+        "unit at R",
+        "unit at L (int4-g64)",
+        "region held",
+        "region replayed, all units at R",
+    ]
+    other = replace(
+        plan, regions=(*plan.regions[:1], region_plan(trace, "model.layers.1", [ATTENTION, GATE]), *plan.regions[2:])
+    )
+    now, then = (verify_modes(trace, trace.buckets[0], which.regions) for which in (plan, other))
+    assert priced["unit at H"].step_ns == then.step_ns - now.step_ns < 0
+    assert priced["unit at H"].peak_bytes == then.peak_bytes - now.peak_bytes > 0
+    assert priced["unit at H"].refused == ""
+    assert priced["unit at R"].step_ns > 0
+    assert "risk over its limit" in priced["unit at L (int4-g64)"].refused
+
+
+def test_explain_says_what_binds(trace: Trace) -> None:
+    plan = mixed(trace)
+    found = explain_unit(plan, trace, f"model.layers.1.{GATE}")
+    assert found.spare_bytes == 0
+    refused = next(other.refused for other in found.alternatives if other.change == "unit at H")
+    assert refused.endswith(f"MiB over the budget in the {found.peak_event}")
+
+
+def test_explain_a_held_and_a_dead_unit(trace: Trace) -> None:
+    plan = mixed(trace, budget=1 << 40)
+    held = explain_unit(plan, trace, f"model.layers.2.{GATE}")
+    assert held.held
+    assert [other.change for other in held.alternatives] == ["region replayed, all units at R"]
+    dead = explain_unit(plan, trace, "model.layers.3.mlp.down_proj")
+    assert dead.dead
+    assert next(other.refused for other in dead.alternatives if other.change == "unit at H").endswith("not measured")
+    never = explain_unit(replace(plan, regime=Regime("null", 0.0, 0.0, 0.1)), trace, f"model.layers.3.{GATE}")
+    assert never.risk_limit is None
+
+
+def test_explain_refuses_what_does_not_fit_together(trace: Trace) -> None:
+    plan = replace(mixed(trace), path="a.json")
+    with pytest.raises(
+        HiloreError,
+        match=r"a\.json: no unit 'model\.layers\.1\.mlp\.gate_prj'; did you mean 'model\.layers\.1\.mlp\.gate_proj'\?",
+    ):
+        explain_unit(plan, trace, "model.layers.1.mlp.gate_prj")
+    with pytest.raises(HiloreError, match="is not of the trace of other"):
+        explain_unit(plan, replace(trace, name="other"), f"model.layers.1.{GATE}")
+
+
+def test_explain_on_the_command_line(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_plan(mixed(trace), "a.json")
+    save_trace(trace, "qwen-like.trace.json")
+    assert main(["explain", "a.json", f"model.layers.1.{GATE}"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"model.layers.1.{GATE} (gate): L (int8-g128)\n")
+    assert main(["explain", "a.json", f"model.layers.1.{GATE}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mode"] == "L (int8-g128)"
