@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hilore.planner.regionrun import RegionRunner
+from hilore.planner.regionrun import RegionRunner, Split
 from hilore.planner.trace import KeepSet
 from hilore.runtime.ambient import tensors_in
 from hilore.runtime.meter import StorageMeter
@@ -28,10 +28,15 @@ class RegionBytes:
 
 
 def measure_keep_set(
-    runner: RegionRunner, kept: Sequence[str], dead: Sequence[str], *, gradients_exist: bool
+    runner: RegionRunner,
+    kept: Sequence[str],
+    dead: Sequence[str],
+    *,
+    gradients_exist: bool,
+    split: Split | None = None,
 ) -> RegionBytes:
-    """Memory of the region with ``kept`` exactly kept and ``dead`` left out of the replay."""
-    return _measure(runner, lambda boundary: runner.with_frame(kept, dead, boundary), gradients_exist)
+    """Memory of the region with ``kept`` exactly kept and ``dead`` left out of the replay, in two stages or in one."""
+    return _measure(runner, lambda boundary: runner.with_frame(kept, dead, boundary, split), gradients_exist)
 
 
 def measure_held(runner: RegionRunner, *, gradients_exist: bool) -> RegionBytes:

@@ -49,6 +49,31 @@ def running_units(units: Sequence[LiveUnit], kept: Collection[str]) -> tuple[tup
 
 
 @dataclass(frozen=True, slots=True)
+class _Early:
+    """An early unit as the late stage of a split replay sees it: what its own autograd saved is not asked for yet."""
+
+    name: str
+    feeds: tuple[str, ...]
+    feeds_saved: bool
+    saves_inputs: bool = False
+    saves_own: bool = False
+
+
+def dead_in_late_stage(units: Sequence[LiveUnit], kept: Collection[str], split_at: str) -> tuple[str, ...]:
+    """Names of the units before ``split_at`` that the late stage of a replay split there leaves out.
+
+    Glue's saved tensors count for both stages, so that at most too many units run.
+    """
+    names = [unit.name for unit in units]
+    early = names[: names.index(split_at)]
+    seen: list[LiveUnit] = [
+        _Early(unit.name, unit.feeds, unit.feeds_saved) if unit.name in early else unit for unit in units
+    ]
+    dead = running_units(seen, kept)[1]
+    return tuple(name for name in early if name in dead)
+
+
+@dataclass(frozen=True, slots=True)
 class SavedUse:
     """One storage that one fx node saved. ``sources``: the nodes whose values it is, the saver itself where it was
     made inside of it; none where it is a parameter or a cast of one."""

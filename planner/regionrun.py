@@ -74,6 +74,14 @@ def _detached(item: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """A replay in two stages: the unit it is split at, and the units that the late stage leaves out (relative)."""
+
+    at: str
+    dead_late: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RegionRunner:
     """One region that can be run held, under plain checkpointing, or with any set of kept units.
 
@@ -100,14 +108,16 @@ class RegionRunner:
         """The region's forward as it is (held)."""
         return _first_tensor(self.binding.module(boundary, *self.inputs.args, **self.inputs.kwargs))
 
-    def frame(self, kept: Iterable[str], dead: Iterable[str], boundary: torch.Tensor) -> Frame:
+    def frame(self, kept: Iterable[str], dead: Iterable[str], boundary: torch.Tensor, split: Split | None = None) -> Frame:
         """A frame of this region that keeps ``kept`` exactly and leaves out ``dead`` (relative names)."""
-        choice = choice_for(self.binding.name, self.units, frozenset(kept), frozenset(dead))
+        choice = choice_for(self.binding.name, self.units, frozenset(kept), frozenset(dead), split)
         forward = self.binding.module.forward
         return Frame(self.binding, choice, forward, (boundary, *self.inputs.args), self.inputs.kwargs)
 
-    def with_frame(self, kept: Iterable[str], dead: Iterable[str], boundary: torch.Tensor) -> torch.Tensor:
-        return _first_tensor(self.frame(kept, dead, boundary).run())
+    def with_frame(
+        self, kept: Iterable[str], dead: Iterable[str], boundary: torch.Tensor, split: Split | None = None
+    ) -> torch.Tensor:
+        return _first_tensor(self.frame(kept, dead, boundary, split).run())
 
     def checkpointed(self, boundary: torch.Tensor) -> torch.Tensor:
         """The region as Hugging Face's gradient checkpointing runs it."""
@@ -126,15 +136,21 @@ class RegionRunner:
 
 
 def choice_for(
-    region: str, units: dict[str, UnitBinding], kept: frozenset[str], dead: frozenset[str]
+    region: str,
+    units: dict[str, UnitBinding],
+    kept: frozenset[str],
+    dead: frozenset[str],
+    split: Split | None = None,
 ) -> Choice:
     """A choice of one region with these units kept exactly and these dead."""
+    dead_late = split.dead_late if split is not None else ()
     actions = {
-        unit.name: Action(relative in kept, None, relative in dead and relative not in kept)
+        unit.name: Action(relative in kept, None, relative in dead and relative not in kept, relative in dead_late)
         for relative, unit in units.items()
     }
-    recordable = frozenset(name for name, action in actions.items() if action.kept or action.dead)
-    compiled = RegionActions(False, actions, actions, recordable)
+    recordable = frozenset(n for n, action in actions.items() if action.kept or action.dead or action.dead_late)
+    split_at = units[split.at].name if split is not None else None
+    compiled = RegionActions(False, actions, actions, recordable, split_at)
     return Choice(_ANY_PLAN, {region: compiled}, Stats(), demoted=False)
 
 
