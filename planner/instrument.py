@@ -23,8 +23,8 @@ class RegionBytes:
     backward_bytes: int
     gradient_bytes: int
 
-    def as_keep_set(self, kept: Sequence[str]) -> KeepSet:
-        return KeepSet(tuple(kept), self.retained_bytes, self.forward_bytes, self.backward_bytes)
+    def as_keep_set(self, kept: Sequence[str], *, split: bool = False) -> KeepSet:
+        return KeepSet(tuple(kept), self.retained_bytes, self.forward_bytes, self.backward_bytes, split)
 
 
 def measure_keep_set(

@@ -37,6 +37,17 @@ def worthwhile_sets(
     return tuple(sorted(chosen, key=lambda subset: (len(subset), [names.index(name) for name in subset])))
 
 
+def split_unit(units: Sequence[LiveUnit]) -> str:
+    """The unit before which a replay is best split: the first one of the region's last part (its MLP).
+
+    Parts are the region's children. '' where all units lie in one part.
+    """
+    parts = [unit.name.partition(".")[0].partition(":")[0] for unit in units]
+    if len(set(parts)) < 2:
+        return ""
+    return next(unit.name for unit, part in zip(units, parts, strict=True) if part == parts[-1])
+
+
 def _saves_time(units: Sequence[LiveUnit], name: str) -> bool:
     """Whether a replay that keeps nothing runs this unit at all."""
     return name in running_units(units, frozenset())[0]

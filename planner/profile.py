@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hilore.planner.regionrun import RegionRunner
+from hilore.planner.regionrun import RegionRunner, Split
 from hilore.planner.trace import CodecCost
 from hilore.runtime.ambient import running
 from hilore.runtime.codecs import get_codec, warm_up
@@ -76,17 +76,24 @@ class RegionTimes:
     run_ns: dict[str, int]
     replay_fixed_ns: int
     gc_replay_ns: int
+    early_fixed_ns: int
     spread: float
     outputs: dict[str, torch.Tensor]
 
 
 def time_region(
-    runner: RegionRunner, dead: Iterable[str], clock: Clock, *, warm_up_runs: int = WARM_UP, repeats: int = REPEATS
+    runner: RegionRunner,
+    dead: Iterable[str],
+    clock: Clock,
+    *,
+    split_at: str = "",
+    warm_up_runs: int = WARM_UP,
+    repeats: int = REPEATS,
 ) -> RegionTimes:
     """Times of one region. ``dead``: units (relative) that no replay needs once all others are kept."""
     left_out = frozenset(dead)
     kept = [name for name in runner.units if name not in left_out]
-    samples: dict[str, list[int]] = {key: [] for key in ("forward", "backward", "fixed", "gc")}
+    samples: dict[str, list[int]] = {key: [] for key in ("forward", "backward", "fixed", "gc", "early")}
     units: dict[str, list[int]] = {name: [] for name in runner.units}
     outputs: dict[str, torch.Tensor] = {}
     for turn in range(warm_up_runs + repeats):
@@ -100,10 +107,12 @@ def time_region(
         backward_ns = clock() - began
         fixed_ns = _replay(runner, kept, left_out, clock)
         gc_ns = _replay(runner, (), frozenset(), clock)
+        early_ns = _replay(runner, kept, left_out, clock, Split(split_at, ())) if split_at else 0
         if turn < warm_up_runs:
             continue
         outputs = stopwatch.outputs
-        for key, value in (("forward", forward_ns), ("backward", backward_ns), ("fixed", fixed_ns), ("gc", gc_ns)):
+        took_ns = {"forward": forward_ns, "backward": backward_ns, "fixed": fixed_ns, "gc": gc_ns, "early": early_ns}
+        for key, value in took_ns.items():
             samples[key].append(value)
         for name, took in stopwatch.took_ns.items():
             units[name].append(took)
@@ -117,6 +126,7 @@ def time_region(
         run_ns,
         timings["fixed"].median_ns,
         timings["gc"].median_ns,
+        timings["early"].median_ns,
         max(timing.spread for timing in timings.values()),
         outputs,
     )
@@ -144,11 +154,14 @@ def codec_costs(
     return tuple(found)
 
 
-def _replay(runner: RegionRunner, kept: Iterable[str], dead: frozenset[str], clock: Clock) -> int:
-    frame = runner.frame(kept, dead, runner.inputs.fresh_boundary())
+def _replay(
+    runner: RegionRunner, kept: Iterable[str], dead: frozenset[str], clock: Clock, split: Split | None = None
+) -> int:
+    """One replay of the region; with ``split`` its second stage alone."""
+    frame = runner.frame(kept, dead, runner.inputs.fresh_boundary(), split)
     output = frame.run()
     began = clock()
-    frame.replay(late=True)
+    frame.replay(late=split is None)
     took = clock() - began
     del output
     return took

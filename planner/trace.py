@@ -62,13 +62,14 @@ class KeepSet:
     ``backward_bytes``: highest live bytes during the region's replay and backward beyond what was live when its
     backward began (when its retained bytes and the incoming gradient were live already).
     A unit at L keeps its payload and its rest instead of its output, and adds its decoded output to
-    ``backward_bytes``.
+    ``backward_bytes``. ``split``: measured with the replay split at the class's ``split_at``.
     """
 
     kept: tuple[str, ...]
     retained_bytes: int
     forward_bytes: int
     backward_bytes: int
+    split: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,8 @@ class RegionClass:
     ``hold`` is the held region (``kept`` then names all units). ``gc`` is Hugging Face's checkpointing, which also
     runs dead calls: the reference point, never a choice.
     ``replay_fixed_ns``: a replay in which no unit runs (glue, bookkeeping). ``gc_replay_ns``: one of GC.
+    ``split_at``: the unit before which a replay can be split into two stages (plan.RegionPlan), '' where it cannot;
+    ``early_fixed_ns``: the glue of the second stage, which a split replay runs twice.
     """
 
     name: str
@@ -91,6 +94,8 @@ class RegionClass:
     replay_fixed_ns: int
     gc_replay_ns: int
     gradient_bytes: int
+    split_at: str = ""
+    early_fixed_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

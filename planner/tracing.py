@@ -13,13 +13,13 @@ from hilore.planner.actor import Actor, build_actor, microbatch_of, policy_loss
 from hilore.planner.capture import Capture, UnitGraph, capture
 from hilore.planner.head import policy_logps
 from hilore.planner.instrument import measure_checkpointed, measure_held, measure_keep_set
-from hilore.planner.keepsets import worthwhile_sets
-from hilore.planner.liveness import running_units
+from hilore.planner.keepsets import split_unit, worthwhile_sets
+from hilore.planner.liveness import dead_in_late_stage, running_units
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.outside import OutsideBytes, measure_fixed, measure_outside
 from hilore.planner.prior import calibration_from_prior, prior_codecs
 from hilore.planner.profile import LOUD_SPREAD, RegionTimes, Timing, codec_costs, device_clock, time_region
-from hilore.planner.regionrun import RegionRunner, attention_wrapped, region_inputs
+from hilore.planner.regionrun import RegionRunner, Split, attention_wrapped, region_inputs
 from hilore.planner.spec import spec_as_dict
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import (
@@ -160,7 +160,7 @@ def _region_class(setting: _Setting, index: int, tell: Progress, label: str) -> 
     tell(f"{named}: times", 0, 1)
     all_but_dead = frozenset(running_units(graph.units, frozenset())[1])
     with attention_wrapped(base_model(setting.actor.model)), setting.actor.autocast():
-        times = time_region(runner, all_but_dead | frozenset(dead), clock)
+        times = time_region(runner, all_but_dead | frozenset(dead), clock, split_at=split_unit(graph.units))
         costs = {
             unit.name: codec_costs(times.outputs[unit.name], prior_codecs(unit.kind, setting.actor.spec.codecs), clock)
             for unit in graph.units
@@ -184,18 +184,21 @@ def _measured_class(
     keepable = frozenset(unit.name for unit in units if unit.keepable)
     sets = worthwhile_sets(units, times.run_ns, (exact, payload), keepable)
     runner = _runner(setting, representative, units, fake=True)
+    split_at = split_unit(units)
+    wanted = [(kept, split) for split in ((False, True) if split_at else (False,)) for kept in sets]
     measured: list[KeepSet] = []
     with setting.fake.faked(), setting.fake.autocast(), attention_wrapped(base_model(setting.fake.model)):
         held = measure_held(runner, gradients_exist=setting.gradients_exist)
         checkpointed = measure_checkpointed(runner, gradients_exist=setting.gradients_exist)
-        for done, kept in enumerate(sets):
-            tell(f"{named}: memory", done, len(sets))
+        for done, (kept, is_split) in enumerate(wanted):
+            tell(f"{named}: memory", done, len(wanted))
             dead = running_units(units, frozenset(kept))[1]
-            found = measure_keep_set(runner, kept, dead, gradients_exist=setting.gradients_exist)
-            measured.append(found.as_keep_set(kept))
-        tell(f"{named}: memory", len(sets), len(sets))
+            split = Split(split_at, dead_in_late_stage(units, kept, split_at)) if is_split else None
+            found = measure_keep_set(runner, kept, dead, gradients_exist=setting.gradients_exist, split=split)
+            measured.append(found.as_keep_set(kept, split=is_split))
+        tell(f"{named}: memory", len(wanted), len(wanted))
     nothing = next(found for found in measured if not found.kept)
-    alone = {found.kept[0]: found for found in measured if len(found.kept) == 1}
+    alone = {found.kept[0]: found for found in measured if len(found.kept) == 1 and not found.split}
     return RegionClass(
         name=representative,
         units=tuple(
@@ -225,6 +228,8 @@ def _measured_class(
         replay_fixed_ns=times.replay_fixed_ns,
         gc_replay_ns=times.gc_replay_ns,
         gradient_bytes=0 if setting.gradients_exist else held.gradient_bytes,
+        split_at=split_at,
+        early_fixed_ns=times.early_fixed_ns,
     )
 
 
