@@ -112,7 +112,7 @@ def tiny(spec: ModelSpec) -> ModelSpec:
         "vocab_size": 512,
     }
     batch = replace(spec.batch, prompt_tokens=8, response_tokens=56, length_buckets=(64,))
-    return replace(spec, model=replace(spec.model, config=config), batch=batch)
+    return replace(spec, name=f"{spec.name}-tiny", model=replace(spec.model, config=config), batch=batch)
 
 
 def _ceilings(actor: Actor, microbatch: Microbatch, exist: bool, other_bytes: int) -> tuple[Ceiling, ...]:

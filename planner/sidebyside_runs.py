@@ -90,8 +90,8 @@ class Run:
 
 
 def order_of_round(count: int, turn: int) -> list[int]:
-    """Places in the order of one round: rotated by one each round, reversed every other."""
-    rotated = [(place + turn) % count for place in range(count)]
+    """Places in the order of one round: each order forward, then backward, then rotated by one."""
+    rotated = [(place + turn // 2) % count for place in range(count)]
     return rotated[::-1] if turn % 2 else rotated
 
 
