@@ -37,6 +37,7 @@ from hilore.planner.trace import (
 from hilore.runtime.errors import InternalError, UnsupportedModelError
 from hilore.runtime.fingerprint import base_model, model_fingerprint
 from hilore.runtime.naming import canonical_modules
+from hilore.runtime.region import ATTENTION
 
 Progress = Callable[[str, int, int], None]
 STEP_REPEATS = 3
@@ -185,7 +186,10 @@ def _measured_class(
     sets = worthwhile_sets(units, times.run_ns, (exact, payload), keepable)
     runner = _runner(setting, representative, units, fake=True)
     split_at = split_unit(units)
-    wanted = [(kept, split) for split in ((False, True) if split_at else (False,)) for kept in sets]
+    # Without attention kept, the second stage of a split replay would run it again.
+    attention = {unit.name for unit in units if unit.kind == ATTENTION and unit.keepable}
+    wanted = [(kept, False) for kept in sets]
+    wanted += [(kept, True) for kept in sets if split_at and attention <= set(kept)]
     measured: list[KeepSet] = []
     with setting.fake.faked(), setting.fake.autocast(), attention_wrapped(base_model(setting.fake.model)):
         held = measure_held(runner, gradients_exist=setting.gradients_exist)
