@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from hilore.planner.actor import Actor, build_actor, microbatch_of
 from hilore.planner.head import base_model
@@ -18,6 +18,7 @@ from hilore.planner.rivals import (
     NoCheckpointing,
     PlanPolicy,
     Policy,
+    Running,
     checkpointed_layers,
     counts,
     first_held,
@@ -268,27 +269,18 @@ def test_a_plan_with_wrong_gradients_is_a_breach(actor: Actor, monkeypatch: pyte
     replayed = predicted(plans(actor)[0], 2**30)
     policy = PlanPolicy("all R", (replayed,))
 
-    def disturbed(found: Tensor) -> Callable[[], None]:
-        handle = trainable(actor.model)[0].register_hook(lambda gradient: gradient + found)
-        return handle.remove
-
     original = PlanPolicy.applied
 
-    def applied(self: PlanPolicy, given: Actor):  # type: ignore[no-untyped-def]
-        remove = disturbed(torch.tensor(1.0))
-        context = original(self, given)
+    @contextmanager
+    def disturbed(self: PlanPolicy, given: Actor) -> Iterator[Running]:
+        handle = trainable(given.model)[0].register_hook(lambda gradient: gradient + 1)
+        try:
+            with original(self, given) as running:
+                yield running
+        finally:
+            handle.remove()
 
-        class Both:
-            def __enter__(self):  # type: ignore[no-untyped-def]
-                return context.__enter__()
-
-            def __exit__(self, *error: object):  # type: ignore[no-untyped-def]
-                remove()
-                return context.__exit__(*error)
-
-        return Both()
-
-    monkeypatch.setattr(PlanPolicy, "applied", applied)
+    monkeypatch.setattr(PlanPolicy, "applied", disturbed)
     result = measure(actor, [Contender(policy)])
     assert not result.rows[2].exact
     assert result.breaches[0].startswith("all R: gradients are not bitwise those of eager although nothing is encoded")
