@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from hilore.planner.configure import configurations, pareto_indices
+from hilore.planner.configure import configurations
+from hilore.planner.pareto import pareto_indices
 from hilore.planner.problem import RISK_SCALE, Configuration, Problem, RegionProblem
 from hilore.planner.trace import Bucket, Calibration, RegionClass, Trace, UnitRisk
 from hilore.runtime.errors import HiloreError

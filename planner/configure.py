@@ -11,12 +11,11 @@ import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from hilore.planner.liveness import dead_in_late_stage, running_units
+from hilore.planner.pareto import pareto
 from hilore.planner.problem import Configuration, UnitChoice
 from hilore.planner.trace import CodecCost, KeepSet, RegionClass, UnitTrace
-from hilore.runtime.errors import HiloreError, InternalError
+from hilore.runtime.errors import HiloreError
 
 GRANULARITIES = ("unit", "layer")
 
@@ -28,20 +27,8 @@ MIXED_CODEC_LIMIT = 40_000
 
 
 def replayed_units(units: tuple[UnitTrace, ...], kept: Collection[str]) -> frozenset[str]:
-    """Names of the units that a replay must run when ``kept`` (H or L) are not run again.
-
-    A unit runs if its output is saved outside of units or by itself, or if a later unit that it feeds either saves
-    its inputs (kept or not) or runs. What is neither kept nor here is dead.
-    """
-    by_name = {unit.name: unit for unit in units}
-    running: set[str] = set()
-    for unit in reversed(units):
-        if unit.name in kept:
-            continue
-        fed = (by_name[name] for name in unit.feeds)
-        if unit.feeds_saved or unit.saves_own or any(v.saves_inputs or v.name in running for v in fed):
-            running.add(unit.name)
-    return frozenset(running)
+    """Names of the units that a replay must run when ``kept`` (H or L) are not run again; the others are dead."""
+    return frozenset(running_units(units, kept)[0])
 
 
 def configurations(
@@ -54,8 +41,9 @@ def configurations(
     """All configurations of a region class that none of the others beats, all-R first.
 
     ``codecs`` holds the allowed pairs (unit name, codec name), None for all that the trace offers; ``lossy=False``
-    leaves L out. At granularity ``"layer"`` a region is held, replayed whole, or encoded whole with one codec: each
-    unit that offers it at L, the other keepable ones at H, in the keep set that spares the most time.
+    leaves L out. Keep sets that the trace measured with a split replay give configurations of their own. At granularity
+    ``"layer"`` a region is held, replayed whole, or encoded whole with one codec: each unit that offers it at L, the
+    other keepable ones at H, in the keep set that spares the most time.
     Raises HiloreError where the class contradicts itself.
     """
     if granularity not in GRANULARITIES:
@@ -65,9 +53,8 @@ def configurations(
     hold = _hold(region_class)
     if granularity == "layer":
         return _distinct((_all_r(region_class), hold, *_whole_layer(region_class, offers)))
-    built = [_build(region_class, assignment) for assignment in _assignments(region_class, offers)]
-    candidates = [_all_r(region_class), hold, *(found for found in built if found is not None)]
-    return pareto(_distinct(tuple(candidates)))
+    built = tuple(_build(region_class, assignment) for assignment in _assignments(region_class, offers))
+    return pareto(_distinct((_all_r(region_class), hold, *built)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +92,19 @@ def _product(factors: Iterator[int]) -> int:
     return result
 
 
-def _build(region_class: RegionClass, assignment: _Assignment) -> Configuration | None:
-    """The configuration of an assignment; None where the trace lacks the keep set that demotion would leave."""
+def _build(region_class: RegionClass, assignment: _Assignment) -> Configuration:
     units, keep_set = region_class.units, assignment.kept
     codec_of = dict(assignment.lossy)
     exact = frozenset(keep_set.kept) - codec_of.keys()
-    demoted = _keep_set(region_class, exact)
-    if demoted is None:
-        return None
-    running = replayed_units(units, keep_set.kept)
-    running_demoted = replayed_units(units, exact)
-    by_name = {unit.name: unit for unit in units}
-    outputs = sum(by_name[name].output_bytes for name in codec_of)
+    planned = _Replay.of(region_class, frozenset(keep_set.kept), keep_set.split)
+    demoted = _Replay.of(region_class, exact, keep_set.split)
+    lossy = [unit for unit in units if unit.name in codec_of]
+    outputs = sum(unit.output_bytes for unit in lossy)
     payloads = sum(cost.payload_bytes for cost in codec_of.values())
-    rests = sum(by_name[name].rest_bytes for name in codec_of)
-    encode = sum(cost.encode_ns for cost in codec_of.values())
     retained = keep_set.retained_bytes - outputs + payloads
-    # Demoted, payloads and rests stay where they are while the H-only replay runs beside them.
-    demoted_peak = demoted.retained_bytes + payloads + rests + demoted.backward_bytes
+    beside = payloads + sum(unit.rest_bytes for unit in lossy)
+    encode = sum(cost.encode_ns for cost in codec_of.values())
+    decode = sum(cost.decode_ns * planned.calls[name] for name, cost in codec_of.items())
     return Configuration(
         hold=False,
         units=tuple(
@@ -130,8 +112,10 @@ def _build(region_class: RegionClass, assignment: _Assignment) -> Configuration 
                 name=unit.name,
                 mode="H" if unit.name in exact else "L" if unit.name in codec_of else "R",
                 codec=codec_of[unit.name].codec if unit.name in codec_of else None,
-                dead=unit.name not in keep_set.kept and unit.name not in running,
-                dead_if_demoted=unit.name not in exact and unit.name not in running_demoted,
+                dead=unit.name in planned.dead,
+                dead_if_demoted=unit.name in demoted.dead,
+                dead_late=unit.name in planned.dead_late,
+                dead_late_if_demoted=unit.name in demoted.dead_late,
             )
             for unit in units
         ),
@@ -139,13 +123,50 @@ def _build(region_class: RegionClass, assignment: _Assignment) -> Configuration 
         # An output may live on for other units of the region when its payload is there already.
         forward_bytes=keep_set.forward_bytes + payloads,
         backward_bytes=keep_set.backward_bytes + outputs,
-        demoted_backward_bytes=max(demoted.backward_bytes, demoted_peak - retained),
-        extra_ns=region_class.replay_fixed_ns
-        + sum(by_name[name].run_ns for name in running)
-        + encode
-        + sum(cost.decode_ns for cost in codec_of.values()),
-        demoted_extra_ns=region_class.replay_fixed_ns + sum(by_name[name].run_ns for name in running_demoted) + encode,
+        demoted_backward_bytes=_exact_peak(region_class, exact, keep_set.split) + beside - retained,
+        extra_ns=planned.run_ns + encode + decode,
+        demoted_extra_ns=demoted.run_ns + encode,
         lossy_units=len(codec_of),
+        split_at=region_class.split_at if keep_set.split else "",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """``calls``: in how many of the replay's stages a unit is called (and a stored output handed out or decoded)."""
+
+    run_ns: int
+    calls: dict[str, int]
+    dead: frozenset[str]
+    dead_late: frozenset[str]
+
+    @classmethod
+    def of(cls, region_class: RegionClass, kept: frozenset[str], split: bool) -> _Replay:
+        units = region_class.units
+        running, dead = running_units(units, kept)
+        dead_late = dead_in_late_stage(units, kept, region_class.split_at) if split else ()
+        names = [unit.name for unit in units]
+        early = names[: names.index(region_class.split_at)] if split else []
+        # The late stage passes through the early part too; the early stage stops where its part ends.
+        late_runs = [name for name in names if name not in kept and name not in (dead_late if name in early else dead)]
+        runs = late_runs + [name for name in early if name in running]
+        run_ns = {unit.name: unit.run_ns for unit in units}
+        fixed_ns = region_class.replay_fixed_ns + (region_class.early_fixed_ns if split else 0)
+        calls = {name: 2 if name in early else 1 for name in names}
+        return cls(fixed_ns + sum(run_ns[name] for name in runs), calls, frozenset(dead), frozenset(dead_late))
+
+
+def _exact_peak(region_class: RegionClass, exact: frozenset[str], split: bool) -> int:
+    """At most so many bytes are alive because of a region in a backward that keeps ``exact`` and nothing else.
+
+    The trace measured it, or measured subsets: keeping a unit more adds its output and rest and saves what its run
+    would allocate.
+    """
+    size = {unit.name: unit.output_bytes + unit.rest_bytes for unit in region_class.units}
+    return min(
+        found.retained_bytes + found.backward_bytes + sum(size[name] for name in exact.difference(found.kept))
+        for found in region_class.keep_sets
+        if found.split == split and exact.issuperset(found.kept)
     )
 
 
@@ -165,11 +186,8 @@ def _hold(region_class: RegionClass) -> Configuration:
 
 
 def _all_r(region_class: RegionClass) -> Configuration:
-    empty = _keep_set(region_class, frozenset())
-    built = _build(region_class, _Assignment(empty, ())) if empty is not None else None
-    if built is None:
-        raise InternalError(f"region class {region_class.name}: the trace lacks the empty keep set; run trace again")
-    return built
+    empty = next(found for found in region_class.keep_sets if not found.kept and not found.split)
+    return _build(region_class, _Assignment(empty, ()))
 
 
 def _whole_layer(
@@ -180,6 +198,8 @@ def _whole_layer(
     for codec in names:
         found = []
         for keep_set in region_class.keep_sets:
+            if keep_set.split:
+                continue
             chosen = {
                 unit.name: cost
                 for unit in region_class.units
@@ -187,15 +207,10 @@ def _whole_layer(
                 for cost in offers[unit.name]
                 if cost.codec == codec
             }
-            built = _build(region_class, _Assignment(keep_set, tuple(chosen.items())))
-            if built is not None and chosen:
-                found.append(built)
+            if chosen:
+                found.append(_build(region_class, _Assignment(keep_set, tuple(chosen.items()))))
         if found:
             yield min(found, key=lambda c: (c.extra_ns, c.retained_bytes, c.backward_bytes))
-
-
-def _keep_set(region_class: RegionClass, kept: frozenset[str]) -> KeepSet | None:
-    return next((found for found in region_class.keep_sets if frozenset(found.kept) == kept), None)
 
 
 def _distinct(candidates: tuple[Configuration, ...]) -> tuple[Configuration, ...]:
@@ -203,7 +218,8 @@ def _distinct(candidates: tuple[Configuration, ...]) -> tuple[Configuration, ...
 
 
 def _check(region_class: RegionClass) -> None:
-    """Raises HiloreError unless names are unique, ``feeds`` point forward and keep sets hold keepable units."""
+    """Raises HiloreError unless names are unique, ``feeds`` point forward, keep sets hold keepable units, and the empty
+    one is among them, also split where any is."""
     seen: set[str] = set()
     for unit in reversed(region_class.units):
         wrong = [name for name in unit.feeds if name not in seen]
@@ -217,46 +233,8 @@ def _check(region_class: RegionClass) -> None:
         stray = sorted(set(keep_set.kept) - keepable)
         if stray:
             raise HiloreError(f"{region_class.name}.{stray[0]}: in a keep set, but not a keepable unit; trace again")
-
-
-def needed_backward_bytes(configuration: Configuration) -> int:
-    """Room that the backward of a region needs, demoted or not: a plan must fit either way."""
-    return max(configuration.backward_bytes, configuration.demoted_backward_bytes)
-
-
-def pareto(candidates: tuple[Configuration, ...], risk: tuple[int, ...] | None = None) -> tuple[Configuration, ...]:
-    """``candidates`` without those that another one beats; the first is always kept. See `pareto_indices`."""
-    return tuple(candidates[index] for index in pareto_indices(candidates, risk))
-
-
-def pareto_indices(candidates: tuple[Configuration, ...], risk: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Indices, ascending, of the candidates that no other one beats; index 0 (all-R) is always among them.
-
-    One beats another if it is no worse in retained, forward and needed backward bytes and in time, and if its risk is
-    no larger (``risk`` given) or its L units with their codecs are among the other's (``risk`` None: then its risk is
-    no larger in any region). Of equals the one with fewer L units stays, then the first.
-    """
-    lossy_sets = [frozenset((u.name, u.codec) for u in c.units if u.mode == "L") for c in candidates]
-    bit = {pair: 1 << position for position, pair in enumerate(sorted(set().union(*lossy_sets), key=str))}
-    if len(bit) > 62:
-        raise InternalError(f"{len(bit)} pairs of unit and codec in one region class, at most 62 are handled")
-    masks = np.array([sum(bit[pair] for pair in pairs) for pairs in lossy_sets], dtype=np.int64)
-    columns: list[list[int]] = [
-        [c.extra_ns for c in candidates],
-        [c.retained_bytes for c in candidates],
-        [needed_backward_bytes(c) for c in candidates],
-        [c.forward_bytes for c in candidates],
-    ]
-    if risk is not None:
-        columns.append(list(risk))
-    table: NDArray[np.int64] = np.array(columns, dtype=np.int64).T
-    order = sorted(range(len(candidates)), key=lambda i: (*table[i].tolist(), candidates[i].lossy_units, i))
-    front: list[int] = []
-    for index in order:
-        rows, row = table[front], table[index]
-        beaten = (rows <= row).all(axis=1)
-        if risk is None:
-            beaten &= (masks[front] & ~masks[index]) == 0
-        if not beaten.any():
-            front.append(index)
-    return tuple(sorted({0, *front}))
+    for split in {False, *(keep_set.split for keep_set in region_class.keep_sets)}:
+        if not any(not keep_set.kept and keep_set.split == split for keep_set in region_class.keep_sets):
+            raise HiloreError(f"{region_class.name}: no keep set without units (split={split}); trace again")
+        if split and region_class.split_at not in seen:
+            raise HiloreError(f"{region_class.name}: split at {region_class.split_at!r}, which is no unit; trace again")

@@ -13,13 +13,15 @@ RISK_SCALE = 10**12
 
 @dataclass(frozen=True, slots=True)
 class UnitChoice:
-    """A unit's mode inside a configuration. ``name`` is relative to its region."""
+    """A unit's mode inside a configuration. ``name`` is relative to its region; the rest as in plan.UnitPlan."""
 
     name: str
     mode: str
     codec: str | None
     dead: bool
     dead_if_demoted: bool
+    dead_late: bool = False
+    dead_late_if_demoted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Configuration:
     ``retained_bytes``, ``forward_bytes``, ``backward_bytes`` as in trace.KeepSet, L included.
     ``demoted_backward_bytes``: ``backward_bytes`` when every L unit runs as R.
     ``extra_ns``: replay, encode and decode time (0 for a held region); ``demoted_extra_ns`` when demoted.
-    ``lossy_units``: how many units are at L (ties are broken towards fewer).
+    ``lossy_units``: how many units are at L (ties are broken towards fewer). ``split_at``: the unit (relative) at
+    which the replay is split into two stages, '' for one replay.
     """
 
     hold: bool
@@ -41,6 +44,7 @@ class Configuration:
     extra_ns: int
     demoted_extra_ns: int
     lossy_units: int
+    split_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)

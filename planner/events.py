@@ -1,0 +1,58 @@
+"""One update as a ledger of live bytes, event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RegionCost:
+    """What one region costs under its modes: ``demoted_*`` when its L units run as R."""
+
+    name: str
+    retained_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    demoted_backward_bytes: int
+    gradient_bytes: int
+    extra_ns: int
+    demoted_extra_ns: int
+    risk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What is the same for every choice."""
+
+    base_bytes: int
+    head_bytes: int
+    head_left_bytes: int
+    tail_bytes: int
+    optimizer_bytes: int
+    constant_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Live bytes at one moment of an update: ``name`` like "head" or "backward of model.layers.35"."""
+
+    name: str
+    live_bytes: int
+
+
+def events(around: Surroundings, costs: Sequence[RegionCost], *, demoted: bool = False) -> tuple[Event, ...]:
+    """One update in order, as a ledger of live bytes: each event's highest moment."""
+    live = around.base_bytes
+    result = []
+    for cost in costs:
+        result.append(Event(f"forward of {cost.name}", live + cost.forward_bytes))
+        live += cost.retained_bytes
+    result.append(Event("head", live + around.head_bytes))
+    for cost in reversed(costs):
+        working = cost.demoted_backward_bytes if demoted else cost.backward_bytes
+        result.append(Event(f"backward of {cost.name}", live + around.head_left_bytes + working))
+        live += cost.gradient_bytes - cost.retained_bytes
+    result.append(Event("tail", live + around.tail_bytes))
+    result.append(Event("optimizer", live + around.optimizer_bytes))
+    return tuple(result)

@@ -1,0 +1,68 @@
+"""Which configurations of a region no other one beats, so that an optimum over them is an optimum over all."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hilore.planner.problem import Configuration
+from hilore.runtime.errors import InternalError
+
+PARETO_BLOCK = 256
+
+
+def needed_backward_bytes(configuration: Configuration) -> int:
+    """Room that the backward of a region needs, demoted or not: a plan must fit either way."""
+    return max(configuration.backward_bytes, configuration.demoted_backward_bytes)
+
+
+def pareto(candidates: tuple[Configuration, ...], risk: tuple[int, ...] | None = None) -> tuple[Configuration, ...]:
+    """``candidates`` without those that another one beats; the first is always kept. See `pareto_indices`."""
+    return tuple(candidates[index] for index in pareto_indices(candidates, risk))
+
+
+def pareto_indices(candidates: tuple[Configuration, ...], risk: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Indices, ascending, of the candidates that no other one beats; index 0 (all-R) is always among them.
+
+    One beats another if it is no worse in retained, forward and needed backward bytes and in time, and if its risk is
+    no larger (``risk`` given) or its L units with their codecs are among the other's (``risk`` None: then its risk is
+    no larger in any region). Of equals the one with fewer L units stays, then the first.
+    """
+    columns = [
+        [c.extra_ns for c in candidates],
+        [c.retained_bytes for c in candidates],
+        [needed_backward_bytes(c) for c in candidates],
+        [c.forward_bytes for c in candidates],
+    ]
+    if risk is not None:
+        columns.append(list(risk))
+    table: NDArray[np.int64] = np.array(columns, dtype=np.int64)
+    masks = _lossy_masks(candidates) if risk is None else np.zeros(len(candidates), dtype=np.int64)
+    order = sorted(range(len(candidates)), key=lambda i: (*table[:, i].tolist(), candidates[i].lossy_units, i))
+    table, masks = table[:, order], masks[order]
+    front = np.zeros(0, dtype=np.int64)
+    for start in range(0, len(order), PARETO_BLOCK):
+        block = np.arange(start, min(start + PARETO_BLOCK, len(order)))
+        block = block[~_beaten(table, masks, front, block).any(axis=1)]
+        within = np.tril(_beaten(table, masks, block, block), k=-1)
+        front = np.concatenate((front, block[~within.any(axis=1)]))
+    return tuple(sorted({0, *(order[at] for at in front)}))
+
+
+def _beaten(
+    table: NDArray[np.int64], masks: NDArray[np.int64], by: NDArray[np.int64], those: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Shape [those, by]: whether each of ``those`` is nowhere better than each of ``by``."""
+    result: NDArray[np.bool_] = (masks[by][None, :] & ~masks[those][:, None]) == 0
+    for column in table:
+        result &= column[by][None, :] <= column[those][:, None]
+    return result
+
+
+def _lossy_masks(candidates: tuple[Configuration, ...]) -> NDArray[np.int64]:
+    """One bit per pair of unit and codec that is at L."""
+    lossy = [frozenset((u.name, u.codec) for u in c.units if u.mode == "L") for c in candidates]
+    bit = {pair: 1 << position for position, pair in enumerate(sorted(set().union(*lossy), key=str))}
+    if len(bit) > 62:
+        raise InternalError(f"{len(bit)} pairs of unit and codec in one region class, at most 62 are handled")
+    return np.array([sum(bit[pair] for pair in pairs) for pairs in lossy], dtype=np.int64)

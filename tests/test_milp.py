@@ -1,0 +1,206 @@
+"""The solver against brute force, its answers kept apart, and what it promises about more budget and more delta."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hilore.planner import labels
+from hilore.planner.build import build_problem
+from hilore.planner.leastpeak import least_peak, smallest_budget
+from hilore.planner.milp import _Best, _cp_sat, canonical, solve, within_gap
+from hilore.planner.problem import Problem, RegionProblem
+from hilore.planner.relaxation import relax
+from hilore.planner.tables import make_tables
+from hilore.planner.verify import reference_peaks, verify
+from hilore.runtime.errors import InternalError
+
+from tests.solver_fixtures import configuration, problem, problem36, qwen_trace, random_problem
+
+
+def brute_force(p: Problem) -> tuple[int | None, int]:
+    """Least extra time that fits (None: nothing does) and the least peak under the risk limit, from the formulas."""
+    picks = np.array(list(itertools.product(*(range(len(r.configurations)) for r in p.regions))))
+    columns = np.arange(len(p.regions))
+
+    def field(name: str) -> np.ndarray:
+        table = [[getattr(c, name) for c in region.configurations] for region in p.regions]
+        return np.array([[row[k] for row in table] for k in range(len(table[0]))])[picks, columns]
+
+    retained, forward, extra = field("retained_bytes"), field("forward_bytes"), field("extra_ns")
+    risk = np.array([list(region.risk) for region in p.regions])[columns, picks].sum(axis=1)
+    gradients = [region.gradient_bytes for region in p.regions]
+    peak = p.base_bytes + retained.sum(axis=1) + p.head_bytes
+    for i in range(len(p.regions)):
+        peak = np.maximum(peak, p.base_bytes + retained[:, :i].sum(axis=1) + forward[:, i])
+        for need in (field("backward_bytes"), field("demoted_backward_bytes")):
+            live = retained[:, : i + 1].sum(axis=1) + need[:, i] + sum(gradients[i + 1 :])
+            peak = np.maximum(peak, p.base_bytes + p.head_left_bytes + live)
+    peak = np.maximum(peak, p.base_bytes + sum(gradients) + max(p.tail_bytes, p.optimizer_bytes))
+    allowed = risk <= p.risk_limit
+    fits = allowed & (peak <= p.budget_bytes)
+    return (int(extra.sum(axis=1)[fits].min()) if fits.any() else None), int(peak[allowed].min())
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_solver_equals_brute_force_on_random_problems(block: int) -> None:
+    answers = set()
+    for seed in range(block * 30, block * 30 + 30):
+        rng = random.Random(seed)
+        p = random_problem(rng, rng.randint(1, 5), rng.randint(1, 4))
+        best, least = brute_force(p)
+        solution = solve(p, time_limit_s=60, gap_percent=0)
+        assert smallest_budget(p) == least, seed
+        answers.add(solution.status)
+        if best is None:
+            assert (solution.status, solution.choice, solution.smallest_budget_bytes) == ("infeasible", (), least), seed
+            continue
+        assert (solution.status, solution.extra_ns, solution.bound_ns) == ("optimal", best, best), seed
+        assert solution.greedy_extra_ns >= best, seed
+        found = verify(p, solution.choice)
+        assert max(found.peak_bytes, found.demoted_peak_bytes) <= p.budget_bytes, seed
+        assert found.risk <= p.risk_limit, seed
+    assert "optimal" in answers
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_cp_sat_and_label_search_each_equal_brute_force_alone(block: int) -> None:
+    checked = 0
+    for seed in range(1000 + block * 20, 1020 + block * 20):
+        rng = random.Random(seed)
+        p = random_problem(rng, rng.randint(2, 5), rng.randint(2, 4))
+        best, _ = brute_force(p)
+        if best is None:
+            continue
+        tables = make_tables(p)
+        start = least_peak(p).choice
+        relaxation = relax(tables)
+        assert relaxation.bound <= best * tables.cost_scale + tables.cost_scale - 1, seed
+        by_cp_sat = _Best(tables, start)
+        _cp_sat(tables, relaxation, by_cp_sat, 0, lambda: 0.0, 60.0)
+        assert tables.total_extra(by_cp_sat.choice) == best, seed
+        assert by_cp_sat.closed, seed
+        known = tables.total_cost(start)
+        found = labels.search(tables, relaxation, known_cost=known, out_of_time=lambda: False)
+        assert found.closed, seed
+        assert tables.total_extra(found.choice or start) == best, seed
+        checked += 1
+    assert checked >= 8
+
+
+def test_ties_go_to_fewer_lossy_units_and_the_bound_stays_a_bound_of_time() -> None:
+    options = (
+        configuration(retained=1, backward=0, extra=10, modes="R"),
+        configuration(retained=2, backward=0, extra=4, modes="L"),
+        configuration(retained=2, backward=0, extra=4, modes="H"),
+    )
+    p = problem([RegionProblem(f"r{i}", options, (0, 0, 0), 0) for i in range(3)], budget=5)
+    solution = solve(p, time_limit_s=10, gap_percent=0)
+    assert solution.choice == (0, 2, 2)
+    assert (solution.extra_ns, solution.bound_ns) == (18, 18)
+
+
+def test_interchangeable_regions_come_in_one_order() -> None:
+    p = problem36(budget=4 * 36 + 400, risk_limit=0)
+    tables = make_tables(p)
+    scattered = tuple(1 if i in (3, 17, 30) else 0 for i in range(36))
+    ordered = canonical(p, tables, scattered)
+    assert ordered == (0,) * 33 + (1,) * 3
+    assert verify(p, ordered).extra_ns == verify(p, scattered).extra_ns
+
+
+def test_solving_twice_gives_the_same_plan() -> None:
+    trace = qwen_trace(layers=6)
+    low, high = reference_peaks(trace)
+    p = build_problem(trace, trace.buckets[0], budget_bytes=(low * 3 + high) // 4, delta=1.0, psi_high=1.1)
+    first, second = (solve(p, time_limit_s=60) for _ in range(2))
+    assert replace(first, wall_s=0.0) == replace(second, wall_s=0.0)
+
+
+def test_more_budget_or_more_delta_never_costs_time() -> None:
+    trace = qwen_trace(layers=6, kept_names=("attention", "o", "gate", "up"))
+    low, high = reference_peaks(trace)
+    times: dict[tuple[int, float], int] = {}
+    budgets = [low + (high - low) * step // 8 for step in range(9)]
+    deltas = [0.0, 0.2, 0.5, 1.0, 3.0]
+    for i, budget in enumerate(budgets):
+        for delta in deltas:
+            p = build_problem(trace, trace.buckets[0], budget_bytes=budget, delta=delta, psi_high=1.1)
+            solution = solve(p, time_limit_s=60)
+            assert solution.status == "optimal"
+            times[i, delta] = solution.extra_ns
+    for i, _ in enumerate(budgets):
+        for a, b in itertools.pairwise(deltas):
+            assert times[i, b] <= times[i, a]
+    for delta in deltas:
+        column = [times[i, delta] for i, _ in enumerate(budgets)]
+        assert column == sorted(column, reverse=True)
+        assert column[0] > column[-1] == 0
+
+
+def test_a_hint_that_fits_is_never_beaten_by_the_answer() -> None:
+    p = problem36(budget=4 * 36 + 500)
+    best = solve(p, time_limit_s=60, gap_percent=0)
+    hinted = solve(p, time_limit_s=60, gap_percent=50, hints=[best.choice, (1,) * 36])
+    assert hinted.extra_ns == best.extra_ns
+
+
+def test_no_clock_left_means_unknown_and_no_plan() -> None:
+    ticks = itertools.count()
+    solution = solve(problem36(budget=700), time_limit_s=0.5, clock=lambda: float(next(ticks)))
+    assert (solution.status, solution.choice, solution.extra_ns, solution.bound_ns) == ("unknown", (), 0, 0)
+
+
+def knapsack() -> Problem:
+    """Density takes the first region's 60 for 6 bytes; the optimum is the other two's 90 for 10."""
+    regions = [
+        RegionProblem(
+            f"r{i}",
+            (configuration(retained=0, backward=0, extra=spared), configuration(retained=size, backward=0, extra=0)),
+            (0, 0),
+            0,
+        )
+        for i, (size, spared) in enumerate([(6, 60), (5, 45), (5, 45)])
+    ]
+    return problem(regions, budget=10)
+
+
+def test_time_up_after_the_heuristic_means_feasible_with_a_true_bound() -> None:
+    ticks = iter([0.0, 0.1])
+
+    def clock() -> float:
+        return next(ticks, 5.0)
+
+    p = knapsack()
+    solution = solve(p, time_limit_s=1.0, gap_percent=0, clock=clock)
+    optimum = solve(p, time_limit_s=60, gap_percent=0)
+    assert (optimum.status, optimum.extra_ns, optimum.choice) == ("optimal", 60, (0, 1, 1))
+    assert (solution.status, solution.extra_ns, solution.choice) == ("feasible", 90, (1, 0, 0))
+    assert solution.bound_ns <= 60
+    assert solution.greedy_extra_ns == optimum.greedy_extra_ns == 90
+    assert not within_gap(verify(p, solution.choice), solution.bound_ns, 0.0)
+
+
+def test_an_infeasible_problem_never_reaches_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("the solver ran")
+
+    monkeypatch.setattr("hilore.planner.milp.relax", never)
+    p = problem36(budget=100)
+    solution = solve(p, time_limit_s=60)
+    assert solution.status == "infeasible"
+    assert solution.smallest_budget_bytes == 4 * 36 + 120
+    assert solve(replace(p, budget_bytes=4 * 36 + 119), time_limit_s=60).status == "infeasible"
+
+
+def test_a_disagreement_between_search_and_verifier_is_our_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    import hilore.planner.milp as milp
+
+    honest = milp.verify
+    monkeypatch.setattr(milp, "verify", lambda p, c: replace(honest(p, c), peak_bytes=p.budget_bytes + 1))
+    with pytest.raises(InternalError, match=r"verified peak 701 bytes, budget 700 bytes"):
+        solve(problem36(budget=700), time_limit_s=10)
