@@ -117,7 +117,7 @@ def _prior(given: argparse.Namespace) -> int:
     for row in rows:
         table.add_row(row.kind, row.codec, f"{row.kept_percent:.3f}", f"{row.recomputed_percent:.3f}")
     _print(table)
-    data = {"environment": environment(options.threads), "prior": [asdict(row) for row in rows]}
+    data: Data = {"environment": environment(options.threads), "prior": [asdict(row) for row in rows]}
     _written(write_json, data, given)
     return 0
 

@@ -28,7 +28,7 @@ from hilore.planner.spec_types import Adapter, ModelSpec
 from hilore.planner.stepping import prepare_gradients, run_step
 from hilore.planner.tracing import trace_spec
 from hilore.runtime.microbatch import Microbatch as PlannedMicrobatch
-from hilore.runtime.plan import Plan
+from hilore.runtime.plan import Plan, Regime
 from hilore.runtime.runtime import Runtime
 
 LARGEST_RATIO = 1.02
@@ -105,11 +105,8 @@ def full_fine_tuning(spec: ModelSpec) -> ModelSpec:
 
 def by_exposure(plan: Plan) -> tuple[Plan, ...]:
     """A set of four regimes that all do what ``plan`` does, so that choosing and switching happen as in training."""
-    edges = (("null", 0.0, 0.0), ("low", 0.0, 0.5), ("mid", 0.5, 1.0), ("high", 1.0, 1e9))
-    return tuple(
-        replace(plan, regime=replace(plan.regime, label=label, exposure_low=low, exposure_high=high))
-        for label, low, high in edges
-    )
+    regimes = (Regime("null", 0.0, 0.0, 0.25), Regime("low", 0.0, 0.5, 0.25), Regime("mid", 0.5, 1.0, 0.25))
+    return tuple(replace(plan, regime=regime) for regime in (*regimes, Regime("high", 1.0, 1e9, 0.25)))
 
 
 def bookkeeping_of_steps(
