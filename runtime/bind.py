@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from types import MethodType
 
 import torch
 from torch import nn
 
 from hilore.runtime.errors import BindError, UnsupportedModelError
 from hilore.runtime.huggingface import (
+    ENABLED,
     FUNCTION,
     SWITCH,
     CheckpointingSwitch,
@@ -140,13 +142,29 @@ def refuse_unsupported(model: nn.Module) -> None:
                 "(use_liger_kernel=False)",
                 unit=where,
             )
-        if is_checkpointable_layer(module) and getattr(module, "gradient_checkpointing", False):
+        kernel = _hub_kernel(module)
+        if kernel:
+            raise UnsupportedModelError(
+                f"{where}: its forward is the hub kernel {kernel}, which hides what it saves. Load the model "
+                "without hub kernels (use_kernels=False)",
+                unit=where,
+            )
+        if is_checkpointable_layer(module) and getattr(module, ENABLED, False):
             refuse_function(getattr(module, FUNCTION, None), where)
     _refuse_adapters(model)
 
 
+def _hub_kernel(module: nn.Module) -> str:
+    """The hub's name of the kernel layer whose forward replaced the module's own; empty where none did."""
+    forward = vars(module).get("forward")
+    if not isinstance(forward, MethodType) or forward.__func__ is type(module).forward:
+        return ""
+    return str(getattr(type(module), "kernel_layer_name", ""))
+
+
 def _refuse_adapters(model: nn.Module) -> None:
-    for name, config in getattr(model, "peft_config", {}).items():
+    configs = [item for m in model.modules() for item in dict(getattr(m, "peft_config", None) or {}).items()]
+    for name, config in configs:
         if getattr(config, "alora_invocation_tokens", None):
             raise UnsupportedModelError(
                 f"adapter {name}: aLoRA decides per token what runs, which a plan cannot follow. Use plain LoRA",

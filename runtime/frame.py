@@ -127,10 +127,21 @@ class Frame:
         """The forward. Raises what the region raises; SavedTensorMutated if a kept output was changed in place."""
         with self.region.installed(self._intercepted), _RunningAs(self), saved_tensors_hooks(self._pack, _unpack):
             result = self.call(*self.args, **self.kwargs)
-        for record in self.records.values():
-            if record.kept is not None:
-                record.kept.check(record.unit.name)
+        self._check_kept()
         return result
+
+    def _check_kept(self) -> None:
+        """Every unit that the plan keeps must have run, and nothing may have changed its output since."""
+        for name, action in self.actions.items():
+            record = self.records.get(name)
+            if record is not None and record.kept is not None:
+                record.kept.check(name)
+            elif record is None and action.kept:
+                raise UnsupportedModelError(
+                    f"{name}: planned to be kept, but it did not run in this forward of {self.region_name}. Run the "
+                    "model as it was traced (attention implementation, modules), or run `hilore-plan trace` again",
+                    unit=name,
+                )
 
     def unit_call(self, unit_name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit's call inside this frame, in forward or in a replay."""

@@ -4,13 +4,14 @@ A plan takes the place of the function that Hugging Face's gradient checkpointin
 checkpointing off and on around every generation, which wipes per-layer functions: so the switch itself,
 ``_set_gradient_checkpointing``, is shadowed on the instance and puts ours back each time it is turned on.
 
-Objects installed here reduce to plain equivalents: a deep copy or a pickle of an attached model is a plain model.
+Objects installed here reduce to plain equivalents: a deep copy or a pickle of an attached model is a plain model, and
+needs nothing of this package.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 SWITCH = "_set_gradient_checkpointing"
 FUNCTION = "_gradient_checkpointing_func"
 ENABLED = "gradient_checkpointing"
+_KEEPS_CACHE = "_can_checkpoint_with_cache"
+WRITTEN = (FUNCTION, ENABLED, _KEEPS_CACHE)  # what installing and switching write into modules
 _CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
 
 
@@ -65,6 +68,31 @@ def refuse_function(function: Any, where: str) -> None:
         )
 
 
+class Flag:
+    """A truth value while a plan is attached; a deep copy or a pickle of its holder gets ``plain`` instead."""
+
+    __slots__ = ("_now", "_plain")
+
+    def __init__(self, now: bool, plain: bool) -> None:
+        self._now = now
+        self._plain = plain
+
+    def __bool__(self) -> bool:
+        return self._now
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bool, (self._plain,)
+
+
+def let_caches_through(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Transformers drops a cache in silence where it checkpoints; let it reach the layers, which refuse it by name."""
+    if ENABLED in vars(model):
+        vars(model)[ENABLED] = Flag(False, plain=True)
+    for layer in layers:
+        if not getattr(layer, _KEEPS_CACHE, True):
+            vars(layer)[_KEEPS_CACHE] = Flag(True, plain=False)
+
+
 class RegionCheckpoint:
     """What a decoder layer calls instead of ``torch.utils.checkpoint.checkpoint``."""
 
@@ -80,14 +108,14 @@ class RegionCheckpoint:
         for name in _CACHES:
             if kwargs.get(name) is not None:
                 raise UnsupportedModelError(
-                    f"{self._region.name}: a training forward got {name}; a replay would write into the cache a "
+                    f"{self._region.name}: a training forward got a key-value cache, which a replay would write a "
                     "second time. Call the model without use_cache=True and without past_key_values",
                     unit=self._region.name,
                 )
         return self._runtime.run_region(self._region, function, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return plain_checkpoint, ()
+        return plain_checkpoint().__reduce__()  # type: ignore[return-value]
 
 
 class CheckpointingSwitch:
@@ -95,16 +123,16 @@ class CheckpointingSwitch:
 
     def __init__(self, runtime: Runtime, model: nn.Module) -> None:
         self._runtime = runtime
-        self._model = model
+        self.model = model
 
     def __call__(self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
         if enable:
-            refuse_function(gradient_checkpointing_func, type(self._model).__name__)
+            refuse_function(gradient_checkpointing_func, type(self.model).__name__)
             if every_n_layers != 1:
                 raise UnsupportedModelError(
-                    f"{type(self._model).__name__}: every_n_layers={every_n_layers} was asked for while a plan decides "
+                    f"{type(self.model).__name__}: every_n_layers={every_n_layers} was asked for while a plan decides "
                     "which layers are held. Call activation_checkpointing_enable() without it",
-                    unit=type(self._model).__name__,
+                    unit=type(self.model).__name__,
                 )
         self.set_plain(enable)
         if enable:
@@ -113,25 +141,16 @@ class CheckpointingSwitch:
 
     def set_plain(self, enable: bool) -> None:
         """The model's own switch, with plain non-reentrant checkpointing."""
-        method = getattr(type(self._model), SWITCH)
-        method(self._model, enable=enable, gradient_checkpointing_func=plain_checkpoint())
-
-    def set_own_flag_off(self) -> None:
-        """Take the flag from the model itself (not its layers), where it has one."""
-        if ENABLED in vars(self._model):
-            vars(self._model)[ENABLED] = False
+        method = getattr(type(self.model), SWITCH)
+        method(self.model, enable=enable, gradient_checkpointing_func=plain_checkpoint())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return plain_switch(memo.get(id(self._model), self._model))
+        model = memo.get(id(self.model), self.model)
+        return getattr(type(model), SWITCH).__get__(model)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return plain_switch, (self._model,)
-
-
-def plain_switch(model: nn.Module) -> Callable[..., Any]:
-    """The switch that a copy of an attached model gets: its class's own."""
-    method: Callable[..., Any] = getattr(type(model), SWITCH).__get__(model)
-    return method
+        # When a copy is unpickled it has no attributes yet, so this finds its class's own.
+        return getattr, (self.model, SWITCH)
 
 
 class AttentionCall:

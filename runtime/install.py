@@ -10,7 +10,7 @@ from torch import nn
 from hilore.runtime.bind import checkpointable_names, switchable_models
 from hilore.runtime.errors import UnsupportedModelError
 from hilore.runtime.fingerprint import base_model
-from hilore.runtime.huggingface import ENABLED, FUNCTION, set_cache_off, unwrap_attention, wrap_attention
+from hilore.runtime.huggingface import ENABLED, WRITTEN, set_cache_off, unwrap_attention, wrap_attention
 from hilore.runtime.modules import RegionForward
 from hilore.runtime.notice import notice
 from hilore.runtime.region import ATTENTION, RegionBinding
@@ -51,14 +51,14 @@ def _install_on_hugging_face(runtime: Runtime, switchable: list[nn.Module]) -> N
 def _restoring_checkpointing(outermost: nn.Module) -> Callable[[], None]:
     """Remember, for every module with a checkpointing flag, what its switch writes; gives the undoing."""
     before = [
-        (module, {name: vars(module)[name] for name in (FUNCTION, ENABLED) if name in vars(module)})
+        (module, {name: vars(module)[name] for name in WRITTEN if name in vars(module)})
         for module in outermost.modules()
         if hasattr(module, ENABLED)
     ]
 
     def restore() -> None:
         for module, attributes in before:
-            for name in (FUNCTION, ENABLED):
+            for name in WRITTEN:
                 vars(module).pop(name, None)
             vars(module).update(attributes)
 

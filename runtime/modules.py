@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 if TYPE_CHECKING:
     from hilore.runtime.region import RegionBinding
     from hilore.runtime.runtime import Runtime
@@ -24,14 +22,9 @@ class RegionForward:
         return self._runtime.run_region(self._region, self._forward, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = self._region.module
-        return plain_forward(memo.get(id(module), module))
+        module = memo.get(id(self._region.module), self._region.module)
+        return type(module).forward.__get__(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return plain_forward, (self._region.module,)
-
-
-def plain_forward(module: nn.Module) -> Callable[..., Any]:
-    """The forward that a copy of an attached module gets: its class's own."""
-    method: Callable[..., Any] = type(module).forward.__get__(module)
-    return method
+        # When a copy is unpickled it has no attributes yet, so this finds its class's own.
+        return getattr, (self._region.module, "forward")

@@ -17,4 +17,4 @@ def notice(message: str) -> None:
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(_OURS):
         frame = frame.f_back
         level += 1
-    warnings.warn(message, HiloreWarning, stacklevel=level - 1)
+    warnings.warn(message, HiloreWarning, stacklevel=level)

@@ -12,7 +12,14 @@ from hilore.runtime.ambient import tensors_in
 from hilore.runtime.bind import refuse_foreign_hooks, same_units
 from hilore.runtime.errors import FingerprintError, PlanSwitchError, UnsupportedModelError
 from hilore.runtime.frame import Frame
-from hilore.runtime.huggingface import ENABLED, FUNCTION, SWITCH, CheckpointingSwitch, RegionCheckpoint
+from hilore.runtime.huggingface import (
+    ENABLED,
+    FUNCTION,
+    SWITCH,
+    CheckpointingSwitch,
+    RegionCheckpoint,
+    let_caches_through,
+)
 from hilore.runtime.microbatch import Microbatch
 from hilore.runtime.notice import notice
 from hilore.runtime.plan import Plan
@@ -141,10 +148,8 @@ class Runtime:
         for region in self.regions:
             vars(region.module)[FUNCTION] = RegionCheckpoint(self, region)
             vars(region.module)[ENABLED] = True
-        # A model's own flag only makes it drop use_cache=True in silence; left off, the cache reaches a region, which
-        # refuses it by name.
         for switch in self._switches:
-            switch.set_own_flag_off()
+            let_caches_through(switch.model, [region.module for region in self.regions])
 
     def install_switch(self, switchable: nn.Module) -> None:
         """Shadow the checkpointing switch of one Hugging Face model instance."""

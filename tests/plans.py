@@ -162,8 +162,9 @@ def loss_of(model: nn.Module, batch: Batch, *, autocast: torch.dtype | None = No
     """A policy loss for language models (advantage times log-prob over completion tokens), else a mean square."""
     with _autocast(autocast):
         if isinstance(batch, Tensor):
-            return model(batch).float().square().mean()
-        logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits.float()
+            output: Tensor = model(batch)
+            return output.float().square().mean()
+        logits: Tensor = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits.float()
     logps = logits[:, :-1].log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)
     width = batch.completion_mask.shape[1]
     weights = batch.completion_mask * batch.advantages[:, None]
