@@ -26,7 +26,8 @@ from hilore.planner.tables import Tables, make_tables
 from hilore.planner.verify import verify
 from hilore.runtime.errors import InternalError
 
-SOLVER_NAME = f"cp-sat {OrToolsVersion.version_string()} and label search"
+ORTOOLS_VERSION: str = OrToolsVersion.version_string()
+SOLVER_NAME = f"cp-sat {ORTOOLS_VERSION} and label search"
 SEED = 20_260_101
 
 # CP-SAT leaves this share of the time to the label search.
@@ -46,7 +47,7 @@ def solve(
     ``hints``: choices that may fit; the solution is never slower than one that does. Status: ``optimal`` when
     ``extra_ns - bound_ns`` is proven to be at most ``gap_percent`` of the step; ``feasible`` when time ran out before
     that; ``infeasible``, with the smallest budget that works, decided exactly before any search; ``unknown`` when the
-    time was over before the search began. Deterministic unless the time limit cuts it short.
+    time was over before the search began and no hint fits. Deterministic unless the time limit cuts it short.
     Raises InternalError where two of its parts disagree.
     """
     began = clock()
@@ -55,11 +56,14 @@ def solve(
     start = fitting_choice(tables)
     if start is None:
         return _without_plan("infeasible", smallest_budget(problem), clock() - began)
-    if clock() >= deadline:
+    fitting = [tuple(hint) for hint in hints if tables.fits(hint)]
+    late = clock() >= deadline
+    if late and not fitting:
         return _without_plan("unknown", 0, clock() - began)
     baseline = greedy(tables, start)
-    known = [baseline, *(tuple(hint) for hint in hints if tables.fits(hint))]
-    best = _Best(tables, min(known, key=tables.total_cost))
+    best = _Best(tables, min([baseline, *fitting], key=tables.total_cost))
+    if late:
+        return _solution(problem, tables, best, baseline, gap_percent, clock() - began)
     relaxation = relax(tables)
     best.raise_bound(relaxation.bound)
     allowed = _allowed_gap(problem, best.bound_ns, gap_percent)

@@ -16,6 +16,16 @@ def needed_backward_bytes(configuration: Configuration) -> int:
     return max(configuration.backward_bytes, configuration.demoted_backward_bytes)
 
 
+def nowhere_worse(configuration: Configuration, other: Configuration) -> bool:
+    """Whether a configuration needs no more memory at any event and no more time than another."""
+    return (
+        configuration.retained_bytes <= other.retained_bytes
+        and configuration.forward_bytes <= other.forward_bytes
+        and needed_backward_bytes(configuration) <= needed_backward_bytes(other)
+        and configuration.extra_ns <= other.extra_ns
+    )
+
+
 def pareto(candidates: tuple[Configuration, ...], risk: tuple[int, ...] | None = None) -> tuple[Configuration, ...]:
     """``candidates`` without those that another one beats; the first is always kept. See `pareto_indices`."""
     return tuple(candidates[index] for index in pareto_indices(candidates, risk))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from hilore.planner.events import RegionCost, Surroundings, events
+from hilore.planner.events import Event, RegionCost, Surroundings, events
 from hilore.planner.modecost import exact_cost, region_cost
 from hilore.planner.problem import RISK_SCALE, Problem, Verified
 from hilore.planner.trace import Bucket, Trace
@@ -20,6 +20,20 @@ from hilore.runtime.plan import RegionPlan
 
 def verify(problem: Problem, choice: Sequence[int]) -> Verified:
     """Peak, time and risk of one configuration per region. Raises InternalError unless there is exactly one."""
+    return _verified(_around(problem), _chosen(problem, choice))
+
+
+def binding_event(problem: Problem, choice: Sequence[int]) -> Event:
+    """The event that needs most, demoted or not."""
+    around, costs = _around(problem), _chosen(problem, choice)
+    highest = max(events(around, costs), key=lambda event: event.live_bytes)
+    demoted = max(events(around, costs, demoted=True), key=lambda event: event.live_bytes)
+    if demoted.live_bytes > highest.live_bytes:
+        return Event(f"{demoted.name} with its L units recomputed", demoted.live_bytes)
+    return highest
+
+
+def _chosen(problem: Problem, choice: Sequence[int]) -> list[RegionCost]:
     if len(choice) != len(problem.regions):
         raise InternalError(f"{len(choice)} choices for {len(problem.regions)} regions")
     costs = []
@@ -40,7 +54,11 @@ def verify(problem: Problem, choice: Sequence[int]) -> Verified:
                 region.risk[index],
             )
         )
-    around = Surroundings(
+    return costs
+
+
+def _around(problem: Problem) -> Surroundings:
+    return Surroundings(
         problem.base_bytes,
         problem.head_bytes,
         problem.head_left_bytes,
@@ -48,7 +66,6 @@ def verify(problem: Problem, choice: Sequence[int]) -> Verified:
         problem.optimizer_bytes,
         problem.constant_ns,
     )
-    return _verified(around, costs)
 
 
 def verify_modes(trace: Trace, bucket: Bucket, regions: Sequence[RegionPlan], *, risk_free: bool = False) -> Verified:

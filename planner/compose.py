@@ -1,0 +1,162 @@
+"""Solution -> Plan: names, figures from the verifier, and the last checks before a plan exists."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hilore.planner.build import RegimeInterval
+from hilore.planner.milp import within_gap
+from hilore.planner.problem import RISK_SCALE, Configuration, Problem, Solution, Verified
+from hilore.planner.solved import SolveRow
+from hilore.planner.trace import Bucket, Calibration, Trace
+from hilore.planner.verify import reference_peaks, reference_times, verify, verify_modes
+from hilore.runtime.errors import InternalError
+from hilore.runtime.plan import SCHEMA_VERSION, Plan, Predicted, Regime, RegionPlan, SolverReport, UnitPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One regime of one bucket."""
+
+    bucket: Bucket
+    regime: RegimeInterval
+    problem: Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked. All of it goes into the set_id."""
+
+    budget_bytes: int
+    margin_bytes: int
+    delta: float
+    time_limit_s: float
+    gap_percent: float
+    granularity: str
+
+
+def make_plan(
+    trace: Trace, job: Job, solution: Solution, options: Options, set_id: str, provenance: dict[str, Any]
+) -> tuple[Plan, SolveRow]:
+    """The plan of one regime and its row, after the verifier has recomputed both from the modes.
+
+    Raises InternalError where its figures are not the solver's, or a limit is broken.
+    """
+    regions = tuple(
+        _region_plan(region.name, region.configurations[index])
+        for region, index in zip(job.problem.regions, solution.choice, strict=True)
+    )
+    verified = verify(job.problem, solution.choice)
+    recomputed = verify_modes(trace, job.bucket, regions, risk_free=job.regime.high == 0)
+    if verified != recomputed:
+        raise InternalError(f"{job.regime.label}: the solver's figures {verified}, from the modes {recomputed}")
+    if max(recomputed.peak_bytes, recomputed.demoted_peak_bytes) > options.budget_bytes:
+        raise InternalError(f"{job.regime.label}: peak {recomputed.peak_bytes} over budget {options.budget_bytes}")
+    if recomputed.risk > job.problem.risk_limit:
+        raise InternalError(f"{job.regime.label}: risk {recomputed.risk} over its limit {job.problem.risk_limit}")
+    if options.delta == 0 and any(unit.mode == "L" for region in regions for unit in region.units):
+        raise InternalError(f"{job.regime.label}: an L unit at delta 0")
+    closed = within_gap(verified, solution.bound_ns, options.gap_percent)
+    if (solution.status == "optimal") != closed:
+        raise InternalError(f"{job.regime.label}: status {solution.status}, gap closed: {closed}")
+    plan = Plan(
+        schema_version=SCHEMA_VERSION,
+        set_id=set_id,
+        name=trace.name,
+        loss=dict(trace.spec["loss"]),
+        regime=Regime(_label(job.regime.label), job.regime.low, job.regime.high, job.regime.frequency),
+        budget_bytes=options.budget_bytes,
+        margin_bytes=options.margin_bytes,
+        delta=options.delta,
+        delta_star=trace.calibration.delta_star,
+        calibrated=trace.calibration.calibrated,
+        predicted=_predicted(trace, job, verified),
+        length_bucket=job.bucket.tokens,
+        regions=regions,
+        solver=SolverReport(
+            name=solution.solver,
+            status=solution.status,
+            objective_ns=verified.extra_ns,
+            bound_ns=solution.bound_ns,
+            gap=(verified.extra_ns - solution.bound_ns) / verified.step_ns,
+            wall_s=solution.wall_s,
+            greedy_ns=solution.greedy_extra_ns,
+        ),
+        fingerprint=trace.fingerprint,
+        provenance=provenance,
+    )
+    return plan, _row(plan, job.problem.constant_ns)
+
+
+def _predicted(trace: Trace, job: Job, verified: Verified) -> Predicted:
+    gc_peak, no_gc_peak = reference_peaks(trace, job.bucket)
+    gc_step, no_gc_step = reference_times(trace, job.bucket)
+    return Predicted(
+        peak_bytes=verified.peak_bytes,
+        peak_event=verified.peak_event,
+        step_ns=verified.step_ns,
+        gc_step_ns=gc_step,
+        gc_peak_bytes=gc_peak,
+        no_gc_step_ns=no_gc_step,
+        no_gc_peak_bytes=no_gc_peak,
+        risk=update_error(trace.calibration, verified.risk, job.regime.high),
+    )
+
+
+def update_error(calibration: Calibration, risk: int, psi_high: float) -> float:
+    """Relative error of an update whose microbatches all have exposure ``psi_high``; at most delta * delta_star."""
+    if risk == 0:
+        return 0.0
+    return math.sqrt(risk / RISK_SCALE) * psi_high / calibration.psi_reference
+
+
+def _row(plan: Plan, constant_ns: int) -> SolveRow:
+    return SolveRow(
+        tokens=plan.length_bucket,
+        regime=plan.regime.label,
+        kept=plan.count("H"),
+        lossy=plan.count("L"),
+        replayed=plan.count("R"),
+        held=sum(region.hold for region in plan.regions),
+        peak_bytes=plan.predicted.peak_bytes,
+        peak_event=plan.predicted.peak_event,
+        step_ns=plan.predicted.step_ns,
+        gain=plan.predicted.gc_step_ns / plan.predicted.step_ns - 1,
+        risk=plan.predicted.risk,
+        greedy_step_ns=constant_ns + plan.solver.greedy_ns,
+        status=plan.solver.status,
+        gap=plan.solver.gap,
+    )
+
+
+def _region_plan(name: str, configuration: Configuration) -> RegionPlan:
+    units = tuple(
+        UnitPlan(
+            name=f"{name}.{unit.name}",
+            mode=_mode(unit.mode),
+            codec=unit.codec,
+            dead=unit.dead,
+            dead_if_demoted=unit.dead_if_demoted,
+            dead_late=unit.dead_late,
+            dead_late_if_demoted=unit.dead_late_if_demoted,
+        )
+        for unit in configuration.units
+    )
+    split_at = f"{name}.{configuration.split_at}" if configuration.split_at else None
+    return RegionPlan(name, configuration.hold, units, split_at)
+
+
+def _mode(mode: str) -> Literal["H", "L", "R"]:
+    match mode:
+        case "H" | "L" | "R":
+            return mode
+    raise InternalError(f"a unit has mode {mode!r}")
+
+
+def _label(label: str) -> Literal["null", "low", "mid", "high"]:
+    match label:
+        case "null" | "low" | "mid" | "high":
+            return label
+    raise InternalError(f"a regime is called {label!r}")

@@ -1,0 +1,189 @@
+"""Trace + budget + delta -> plans: one per exposure regime and length bucket, all or none, and their files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+import hilore
+from hilore.planner.build import assemble, build_regions, regimes, risk_limit
+from hilore.planner.compose import Job, Options, make_plan, update_error
+from hilore.planner.leastpeak import least_peak
+from hilore.planner.milp import ORTOOLS_VERSION, solve
+from hilore.planner.pareto import nowhere_worse
+from hilore.planner.planwriter import write_plans
+from hilore.planner.problem import Configuration, Problem, RegionProblem, Solution
+from hilore.planner.solved import InfeasibleError, NoPlanError, SolveResult, SolveRow
+from hilore.planner.trace import Bucket, Trace
+from hilore.planner.verify import binding_event, largest_bucket, verify
+from hilore.runtime.errors import InternalError
+
+__all__ = ["InfeasibleError", "NoPlanError", "SolveResult", "SolveRow", "solve_trace", "update_error", "write_plans"]
+
+MIB = 2**20
+# A search gets this long, where so much is left, even if its share of the time limit is less.
+LEAST_SHARE_S = 0.5
+
+
+def solve_trace(
+    trace: Trace,
+    *,
+    budget_bytes: int,
+    delta: float,
+    margin_bytes: int = 0,
+    time_limit_s: float = 60.0,
+    gap_percent: float = 0.1,
+    granularity: str = "unit",
+    command: str = "",
+    clock: Callable[[], float] = time.monotonic,
+) -> SolveResult:
+    """Plans for the regimes null, low, mid and high of every length bucket.
+
+    ``budget_bytes`` bounds the allocated peak; ``margin_bytes`` (what a card needs besides) is only recorded.
+    ``time_limit_s`` is for all of them together. Within a bucket a lower regime's plan is never slower than a higher
+    one's. The same input gives the same plans, apart from ``solver.wall_s`` and ``provenance.created_at``, unless the
+    time limit cuts a search short. Raises InfeasibleError, NoPlanError; HiloreError for a trace that cannot be used;
+    InternalError where solver and verifier disagree.
+    """
+    deadline = clock() + time_limit_s
+    options = Options(budget_bytes, margin_bytes, delta, time_limit_s, gap_percent, granularity)
+    set_id = _set_id(trace, options)
+    solved: list[tuple[Job, Solution]] = []
+    buckets = sorted(trace.buckets, key=lambda bucket: -bucket.tokens)
+    for done, bucket in enumerate(buckets):
+        jobs = _jobs(trace, bucket, options)
+        left = len(jobs) * (len(buckets) - done)
+        found = _solve_bucket(trace, jobs, deadline, left, options, clock)
+        solved += [(job, found[job.regime.label]) for job in jobs]
+    created_at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    provenance: dict[str, Any] = {
+        "command": command,
+        "versions": {**trace.versions, "hilore": hilore.__version__, "ortools": ORTOOLS_VERSION},
+        "created_at": created_at,
+    }
+    made = [make_plan(trace, job, solution, options, set_id, provenance) for job, solution in solved]
+    return SolveResult(
+        name=trace.name,
+        set_id=set_id,
+        largest_bucket=largest_bucket(trace).tokens,
+        plans=tuple(plan for plan, _ in made),
+        rows=tuple(row for _, row in made),
+    )
+
+
+def _jobs(trace: Trace, bucket: Bucket, options: Options) -> list[Job]:
+    """The regimes of one bucket, null first. Without L all of them are one problem."""
+    lossy = options.delta > 0
+    exact = build_regions(trace, bucket, lossy=lossy, risk_free=True, granularity=options.granularity)
+    risky = exact
+    if lossy:
+        risky = build_regions(trace, bucket, lossy=True, risk_free=False, granularity=options.granularity)
+    jobs = []
+    for regime in regimes(trace.calibration):
+        regions = exact if regime.high == 0 else risky
+        limit = risk_limit(trace.calibration, delta=options.delta, psi_high=regime.high)
+        problem = assemble(trace, bucket, regions, budget_bytes=options.budget_bytes, limit=limit)
+        jobs.append(Job(bucket, regime, problem))
+    return jobs
+
+
+def _solve_bucket(
+    trace: Trace, jobs: Sequence[Job], deadline: float, left: int, options: Options, clock: Callable[[], float]
+) -> dict[str, Solution]:
+    """Solutions by regime, from the highest exposure to none; each starts from the one before, which fits it too."""
+    found: dict[str, Solution] = {}
+    before: tuple[Job, Solution] | None = None
+    for job in reversed(jobs):
+        if before is not None and _equivalent(before[0].problem, job.problem):
+            found[job.regime.label] = before[1]
+            left -= 1
+            continue
+        hint = None if before is None else _hint(before[0].problem, before[1].choice, job.problem)
+        remaining_s = max(0.0, deadline - clock())
+        solution = solve(
+            job.problem,
+            time_limit_s=min(remaining_s, max(remaining_s / left, LEAST_SHARE_S)),
+            gap_percent=options.gap_percent,
+            hints=() if hint is None else (hint,),
+            clock=clock,
+        )
+        left -= 1
+        if solution.status == "infeasible":
+            raise _infeasible(trace, options)
+        if solution.status == "unknown":
+            raise _no_plan(job, options)
+        found[job.regime.label] = solution
+        before = (job, solution)
+    return found
+
+
+def _equivalent(first: Problem, second: Problem) -> bool:
+    """Whether two problems have the same regions, and risk limits that allow the same."""
+    if first.regions is not second.regions:
+        return False
+    most = sum(max(region.risk) for region in first.regions)
+    return min(most, first.risk_limit) == min(most, second.risk_limit)
+
+
+def _hint(before: Problem, choice: Sequence[int], problem: Problem) -> tuple[int, ...] | None:
+    """The choice of a stricter problem as one of this problem, whose configurations may be pruned differently."""
+    if before.regions is problem.regions:
+        return tuple(choice)
+    result = []
+    for old, index, new in zip(before.regions, choice, problem.regions, strict=True):
+        at = _place(old.configurations[index], new)
+        if at is None:
+            return None
+        result.append(at)
+    return tuple(result)
+
+
+def _place(configuration: Configuration, region: RegionProblem) -> int | None:
+    if configuration in region.configurations:
+        return region.configurations.index(configuration)
+    return next((k for k, c in enumerate(region.configurations) if nowhere_worse(c, configuration)), None)
+
+
+def _infeasible(trace: Trace, options: Options) -> InfeasibleError:
+    """Names the smallest budget that all buckets and regimes fit: what the highest regime of some bucket needs."""
+    strictest = [_jobs(trace, bucket, options)[-1] for bucket in trace.buckets]
+    least, job = max(((least_peak(job.problem), job) for job in strictest), key=lambda found: found[0].peak_bytes)
+    event = binding_event(job.problem, least.choice)
+    if event.live_bytes != least.peak_bytes:
+        raise InternalError(f"least peak {least.peak_bytes} bytes, but its {event.name} has {event.live_bytes} bytes")
+    whole = -(-least.peak_bytes // MIB)
+    return InfeasibleError(
+        f"infeasible: no plan stays within {options.budget_bytes / MIB:,.1f} MiB; the smallest feasible budget is "
+        f"{whole} MiB ({least.peak_bytes} bytes), which the {event.name} needs at {job.bucket.tokens} tokens per row; "
+        f"use --budget {whole} or more",
+        smallest_budget_bytes=least.peak_bytes,
+        event=event.name,
+        tokens=job.bucket.tokens,
+    )
+
+
+def _no_plan(job: Job, options: Options) -> NoPlanError:
+    all_r = verify(job.problem, (0,) * len(job.problem.regions))
+    fits = max(all_r.peak_bytes, all_r.demoted_peak_bytes) <= job.problem.budget_bytes
+    message = f"no solution within the time limit of {options.time_limit_s:g} s"
+    if fits:
+        message += (
+            f"; the all-R plan fits (every unit recomputed: peak {all_r.peak_bytes / MIB:,.1f} MiB, step "
+            f"{all_r.step_ns / 1e6:,.1f} ms), and a longer --time-limit finds at least that"
+        )
+    else:
+        message += "; the all-R plan does not fit, but some plan does: use a longer --time-limit"
+    return NoPlanError(
+        message, all_r_fits=fits, all_r_peak_bytes=all_r.peak_bytes, all_r_step_ns=all_r.step_ns
+    )
+
+
+def _set_id(trace: Trace, options: Options) -> str:
+    """Hash of the trace and of everything that was asked."""
+    text = json.dumps([asdict(trace), asdict(options)], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
