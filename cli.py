@@ -157,7 +157,7 @@ def solve(
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest plans under the budget: four regimes of each length bucket, one file each."""
-    from hilore.planner import plan_view
+    from hilore.planner import view
     from hilore.planner.budget import parse_delta, parse_limit, parse_memory
     from hilore.planner.spec import spec_from_dict
     from hilore.planner.tracefile import load_trace, newest_trace
@@ -183,9 +183,10 @@ def solve(
     )
     written = write_plans(result, out)
     if as_json:
-        _print_json(plan_view.solve_json(result, found, path, written))
+        _print_json(view.solve_json(result, str(path), written, gap=gap_percent, limit_s=limit_s))
     else:
-        _print(*plan_view.solve_tables(result), *plan_view.solve_lines(result, found, path, written))
+        lines = view.solve_lines(result, str(path), written, gap=gap_percent, limit_s=limit_s)
+        _print(*view.solve_tables(result), *lines)
     raise typer.Exit(result.exit_code)
 
 

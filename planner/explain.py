@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rich.table import Table
 
 from hilore.planner.budget import mib
-from hilore.planner.build import UNLIMITED_RISK, risk_limit
-from hilore.planner.configure import NEVER_LOSSY_KINDS, replayed_units
-from hilore.planner.problem import RISK_SCALE, Verified
+from hilore.planner.build import risk_limit
+from hilore.planner.configure import NEVER_LOSSY_KINDS
+from hilore.planner.emit import update_error
+from hilore.planner.liveness import dead_in_late_stage, running_units
+from hilore.planner.problem import Verified
 from hilore.planner.spec_rules import close_match
 from hilore.planner.trace import Bucket, RegionClass, Trace, UnitTrace
 from hilore.planner.verify import verify_modes
@@ -21,6 +22,7 @@ from hilore.runtime.errors import HiloreError
 from hilore.runtime.plan import Plan, RegionPlan, UnitPlan
 
 Mode = Literal["H", "L", "R"]
+ModeAndCodec = tuple[Mode, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,10 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One unit of one plan. ``run_ns``, ``output_bytes``: what R costs and what H keeps, of this unit alone."""
+    """One unit of one plan. ``run_ns``, ``output_bytes``: what R costs and what H keeps, of this unit alone.
+
+    ``risk``: predicted error of an update at the regime's highest exposure; ``risk_limit`` None: no limit.
+    """
 
     unit: str
     kind: str
@@ -64,14 +69,13 @@ def explain_unit(plan: Plan, trace: Trace, unit_name: str) -> Explanation:
     region_class = bucket.classes[bucket.regions[at].class_index]
     traced = region_class.units[index]
     now = _verified(plan, trace, bucket, plan.regions)
-    limit = risk_limit(trace.calibration, delta=plan.delta, psi_high=plan.regime.exposure_high)
     alternatives = []
     for change, changed in _changes(trace, region, index, region_class):
         if isinstance(changed, str):
             alternatives.append(Alternative(change, 0, 0, 0.0, changed))
             continue
         then = _verified(plan, trace, bucket, (*plan.regions[:at], changed, *plan.regions[at + 1 :]))
-        alternatives.append(_price(change, now, then, plan.budget_bytes, limit))
+        alternatives.append(_price(change, plan, trace, now, then))
     return Explanation(
         unit=unit.name,
         kind=traced.kind,
@@ -82,8 +86,8 @@ def explain_unit(plan: Plan, trace: Trace, unit_name: str) -> Explanation:
         output_bytes=traced.output_bytes,
         peak_event=now.peak_event,
         spare_bytes=plan.budget_bytes - now.peak_bytes,
-        risk=_error(now.risk),
-        risk_limit=None if limit == UNLIMITED_RISK else _error(limit),
+        risk=update_error(trace.calibration, now.risk, plan.regime.exposure_high),
+        risk_limit=plan.delta * plan.delta_star if plan.regime.exposure_high > 0 else None,
         alternatives=tuple(alternatives),
     )
 
@@ -146,40 +150,26 @@ def _find(plan: Plan, name: str) -> tuple[int, int]:
 def _changes(
     trace: Trace, region: RegionPlan, index: int, region_class: RegionClass
 ) -> Iterator[tuple[str, RegionPlan | str]]:
-    """Every other mode of one unit as the region would then be, or why it is not offered; then the whole region."""
+    """Every other mode of one unit as the region would then be, or why it is not offered; then the region's own."""
     unit, traced = region.units[index], region_class.units[index]
+    modes: list[ModeAndCodec] = [(one.mode, one.codec) for one in region.units]
+    split = region.split_at is not None
     if not region.hold:
-        offers: list[tuple[Mode, str | None]] = [("H", None), ("R", None)]
-        offers += [("L", cost.codec) for cost in traced.codecs]
+        offers: list[ModeAndCodec] = [("H", None), ("R", None), *(("L", cost.codec) for cost in traced.codecs)]
         for mode, codec in offers:
             if (mode, codec) != (unit.mode, unit.codec):
                 label = f"unit at {mode}" + (f" ({codec})" if codec else "")
-                yield label, _with_mode(trace, region, index, region_class, mode, codec)
-        yield "region held", _whole(region, region_class, hold=True)
-    if region.hold or any(other.mode != "R" for other in region.units):
-        yield "region replayed, all units at R", _whole(region, region_class, hold=False)
+                refused = _not_offered(trace, region, traced, mode, codec)
+                changed = [*modes[:index], (mode, codec), *modes[index + 1 :]]
+                yield label, refused or _replayed(region, region_class, changed, split)
+        if region_class.split_at:
+            yield f"replay {'whole' if split else 'split'}", _replayed(region, region_class, modes, not split)
+        yield "region held", _held(region)
+    if region.hold or split or any(mode != "R" for mode, _ in modes):
+        yield "region replayed, all units at R", _replayed(region, region_class, [("R", None)] * len(modes), False)
 
 
-def _with_mode(
-    trace: Trace, region: RegionPlan, index: int, region_class: RegionClass, mode: Mode, codec: str | None
-) -> RegionPlan | str:
-    traced = region_class.units[index]
-    refused = _not_offered(trace, region, traced, mode, codec)
-    if refused:
-        return refused
-    at: dict[str, Mode] = {unit.name: plan.mode for unit, plan in zip(region_class.units, region.units, strict=True)}
-    at[traced.name] = mode
-    stored = {name for name, chosen in at.items() if chosen != "R"}
-    exact = {name for name, chosen in at.items() if chosen == "H"}
-    measured = [set(keep_set.kept) for keep_set in region_class.keep_sets]
-    if stored not in measured or exact not in measured:
-        return "such a set of kept units can never be worth it; not measured"
-    units = list(region.units)
-    units[index] = replace(units[index], mode=mode, codec=codec)
-    return _with_dead(replace(region, units=tuple(units)), region_class, stored, exact)
-
-
-def _not_offered(trace: Trace, region: RegionPlan, traced: UnitTrace, mode: str, codec: str | None) -> str:
+def _not_offered(trace: Trace, region: RegionPlan, traced: UnitTrace, mode: Mode, codec: str | None) -> str:
     if mode == "R":
         return ""
     if not traced.keepable:
@@ -192,51 +182,58 @@ def _not_offered(trace: Trace, region: RegionPlan, traced: UnitTrace, mode: str,
     return "" if (region.name, traced.name, codec) in risks else f"no risk is known for {codec} here; calibrate"
 
 
-def _whole(region: RegionPlan, region_class: RegionClass, *, hold: bool) -> RegionPlan:
-    mode: Mode = "H" if hold else "R"
-    units = tuple(replace(unit, mode=mode, codec=None, dead=False, dead_if_demoted=False) for unit in region.units)
-    changed = replace(region, hold=hold, units=units)
-    return changed if hold else _with_dead(changed, region_class, set(), set())
+def _held(region: RegionPlan) -> RegionPlan:
+    units = tuple(UnitPlan(unit.name, "H", None, dead=False, dead_if_demoted=False) for unit in region.units)
+    return RegionPlan(region.name, hold=True, units=units)
 
 
-def _with_dead(region: RegionPlan, region_class: RegionClass, stored: set[str], exact: set[str]) -> RegionPlan:
-    running = replayed_units(region_class.units, stored)
-    running_demoted = replayed_units(region_class.units, exact)
-    return replace(
-        region,
-        units=tuple(
-            replace(
-                unit,
-                dead=traced.name not in stored and traced.name not in running,
-                dead_if_demoted=traced.name not in exact and traced.name not in running_demoted,
-            )
-            for unit, traced in zip(region.units, region_class.units, strict=True)
-        ),
+def _replayed(
+    region: RegionPlan, region_class: RegionClass, modes: Sequence[ModeAndCodec], split: bool
+) -> RegionPlan | str:
+    """The region with these modes, one per unit, or why the trace cannot say what that costs."""
+    units = region_class.units
+    at = {unit.name: mode for unit, (mode, _) in zip(units, modes, strict=True)}
+    stored = {name for name, mode in at.items() if mode != "R"}
+    exact = {name for name, mode in at.items() if mode == "H"}
+    if not any(set(found.kept) == stored and found.split == split for found in region_class.keep_sets):
+        return "not measured: a plan that keeps just these units is never worth it"
+    dead, dead_demoted = running_units(units, stored)[1], running_units(units, exact)[1]
+    late = dead_in_late_stage(units, stored, region_class.split_at) if split else ()
+    late_demoted = dead_in_late_stage(units, exact, region_class.split_at) if split else ()
+    made = tuple(
+        UnitPlan(
+            f"{region.name}.{unit.name}",
+            mode,
+            codec,
+            dead=unit.name in dead,
+            dead_if_demoted=unit.name in dead_demoted,
+            dead_late=unit.name in late,
+            dead_late_if_demoted=unit.name in late_demoted,
+        )
+        for unit, (mode, codec) in zip(units, modes, strict=True)
     )
+    return RegionPlan(region.name, False, made, f"{region.name}.{region_class.split_at}" if split else None)
 
 
 def _verified(plan: Plan, trace: Trace, bucket: Bucket, regions: Sequence[RegionPlan]) -> Verified:
     return verify_modes(trace, bucket, regions, risk_free=plan.regime.exposure_high == 0)
 
 
-def _price(change: str, now: Verified, then: Verified, budget_bytes: int, limit: int) -> Alternative:
+def _price(change: str, plan: Plan, trace: Trace, now: Verified, then: Verified) -> Alternative:
     refused = []
-    if then.peak_bytes > budget_bytes:
-        refused.append(f"{mib(then.peak_bytes - budget_bytes)} over the budget in the {then.peak_event}")
-    if then.risk > limit:
-        refused.append(f"risk over its limit of {_error(limit):.3%}")
+    peak_bytes = max(then.peak_bytes, then.demoted_peak_bytes)
+    if peak_bytes > plan.budget_bytes:
+        where = f"in the {then.peak_event}" if peak_bytes == then.peak_bytes else "once its L units run as R"
+        refused.append(f"{mib(peak_bytes - plan.budget_bytes)} over the budget {where}")
+    if then.risk > risk_limit(trace.calibration, delta=plan.delta, psi_high=plan.regime.exposure_high):
+        refused.append(f"risk over its limit of {plan.delta * plan.delta_star:.3%}")
     return Alternative(
         change=change,
         step_ns=then.step_ns - now.step_ns,
         peak_bytes=then.peak_bytes - now.peak_bytes,
-        risk=_error(then.risk),
+        risk=update_error(trace.calibration, then.risk, plan.regime.exposure_high),
         refused="; ".join(refused),
     )
-
-
-def _error(risk: int) -> float:
-    """Relative error from the integer square that the solver works with."""
-    return math.sqrt(risk / RISK_SCALE)
 
 
 def _mode(unit: UnitPlan) -> str:

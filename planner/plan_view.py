@@ -18,6 +18,7 @@ def plan_table(plan: Plan) -> Table:
     table = Table()
     table.add_column("regions")
     table.add_column("count", justify="right")
+    table.add_column("replay")
     for column in ("H", "L", "R", "dead"):
         table.add_column(column)
     for _, group in groupby(plan.regions, key=_signature):
@@ -118,8 +119,8 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def _region_changes(before: RegionPlan, after: RegionPlan) -> tuple[str, ...]:
     changes = []
-    if before.hold != after.hold:
-        changes.append("now held" if after.hold else "no longer held")
+    if _replay(before) != _replay(after):
+        changes.append(f"replay {_replay(before)} -> {_replay(after)}")
     old = {_relative(before, unit): _mode(unit) for unit in before.units}
     new = {_relative(after, unit): _mode(unit) for unit in after.units}
     for name in dict.fromkeys((*old, *new)):
@@ -129,7 +130,14 @@ def _region_changes(before: RegionPlan, after: RegionPlan) -> tuple[str, ...]:
 
 
 def _signature(region: RegionPlan) -> tuple[object, ...]:
-    return (region.hold, *((_relative(region, unit), _mode(unit), unit.dead) for unit in region.units))
+    return (_replay(region), *((_relative(region, unit), _mode(unit), unit.dead) for unit in region.units))
+
+
+def _replay(region: RegionPlan) -> str:
+    """``none`` (held), ``whole``, or the unit before which it is split."""
+    if region.split_at is not None:
+        return f"split at {region.split_at.removeprefix(region.name + '.')}"
+    return "none" if region.hold else "whole"
 
 
 def _relative(region: RegionPlan, unit: UnitPlan) -> str:
@@ -144,6 +152,7 @@ def _modes(region: RegionPlan) -> dict[str, Any]:
     named = {mode: [_relative(region, u) for u in region.units if u.mode == mode] for mode in ("H", "R")}
     return {
         "hold": region.hold,
+        "replay": _replay(region),
         "H": named["H"],
         "L": {_relative(region, u): u.codec for u in region.units if u.mode == "L"},
         "R": named["R"],
@@ -151,12 +160,13 @@ def _modes(region: RegionPlan) -> dict[str, Any]:
     }
 
 
-def _cells(region: RegionPlan) -> tuple[str, str, str, str]:
-    """H, L, R and dead as text; a dead unit is named under dead alone, since a replay leaves it out."""
+def _cells(region: RegionPlan) -> tuple[str, ...]:
+    """Replay, H, L, R and dead as text; a dead unit is named under dead alone, since a replay leaves it out."""
     if region.hold:
-        return "all (held)", "-", "-", "-"
+        return _replay(region), "all", "-", "-", "-"
     lossy = (f"{_relative(region, u)} ({u.codec})" for u in region.units if u.mode == "L")
     return (
+        _replay(region),
         ", ".join(_relative(region, u) for u in region.units if u.mode == "H") or "-",
         ", ".join(lossy) or "-",
         ", ".join(_relative(region, u) for u in region.units if u.mode == "R" and not u.dead) or "-",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -110,6 +112,43 @@ def solve_table(result: SolveResult, tokens: int) -> Table:
                 f"{row.gap:.3%}".removesuffix("%"),
             )
     return table
+
+
+def solve_tables(result: SolveResult) -> list[Table]:
+    """One table per length bucket, longest first."""
+    return [solve_table(result, tokens) for tokens in sorted({row.tokens for row in result.rows}, reverse=True)]
+
+
+def solve_lines(
+    result: SolveResult, trace_path: str, written: Sequence[Path], *, gap: float, limit_s: float
+) -> list[str]:
+    """What was solved, under which limits, and what came out as files."""
+    first = result.plans[0]
+    budgets = f"budget {mib(first.budget_bytes)}, margin {mib(first.margin_bytes)}, delta {first.delta:g}"
+    return [
+        f"{result.name} out of {trace_path}: {budgets}, gap {gap:g} %, time limit {limit_s:g} s",
+        f"written: {', '.join(str(path) for path in written)}",
+    ]
+
+
+def solve_json(
+    result: SolveResult, trace_path: str, written: Sequence[Path], *, gap: float, limit_s: float
+) -> dict[str, Any]:
+    """What `solve --json` prints."""
+    first = result.plans[0]
+    return {
+        "trace": trace_path,
+        "name": result.name,
+        "set_id": result.set_id,
+        "budget_bytes": first.budget_bytes,
+        "margin_bytes": first.margin_bytes,
+        "delta": first.delta,
+        "gap_percent": gap,
+        "time_limit_s": limit_s,
+        "calibrated": first.calibrated,
+        "plans": [str(path) for path in written],
+        "rows": [asdict(row) for row in result.rows],
+    }
 
 
 def fold(names: Sequence[str]) -> str:

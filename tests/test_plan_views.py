@@ -112,10 +112,10 @@ def test_show_folds_equal_regions(
     assert lines[0] == "qwen-like, regime mid (exposure 0.6 to 1.1), 2048 tokens per row, set 0123456789ab"
     assert "4 regions, 1 held; units H 10, L 2, R 20" in lines
     rows = [line for line in lines if line.startswith("| model.layers")]
-    assert rows[0].startswith(f"| model.layers.0-1 | 2 | {ATTENTION} | {GATE} (int8-g128) | ")
+    assert rows[0].startswith(f"| model.layers.0-1 | 2 | whole | {ATTENTION} | {GATE} (int8-g128) | ")
     assert "self_attn.q_proj" in rows[0]
-    assert rows[1:2] == ["| model.layers.2 | 1 | all (held) | - | - | - |"]
-    assert rows[2].startswith("| model.layers.3 | 1 | - | - | ")
+    assert rows[1:2] == ["| model.layers.2 | 1 | none | all | - | - | - |"]
+    assert rows[2].startswith("| model.layers.3 | 1 | whole | - | - | ")
     assert rows[2].endswith("| mlp.down_proj |")
     assert len(rows) == 3
 
@@ -174,7 +174,9 @@ def test_diff_names_what_changed(trace: Trace) -> None:
         f"model.layers.0-1: {GATE} L(int8-g128) -> H",
     ]
     held = replace(first, regions=(*first.regions[:3], region_plan(trace, "model.layers.3", HELD)))
-    assert plan_differences(first, held)[-1].startswith("model.layers.3: now held; self_attn.q_proj R -> H; ")
+    assert plan_differences(first, held)[-1].startswith(
+        "model.layers.3: replay whole -> none; self_attn.q_proj R -> H; "
+    )
 
 
 def test_explain_prices_each_alternative_against_the_verifier(trace: Trace) -> None:
@@ -215,9 +217,31 @@ def test_explain_a_held_and_a_dead_unit(trace: Trace) -> None:
     assert [other.change for other in held.alternatives] == ["region replayed, all units at R"]
     dead = explain_unit(plan, trace, "model.layers.3.mlp.down_proj")
     assert dead.dead
-    assert next(other.refused for other in dead.alternatives if other.change == "unit at H").endswith("not measured")
+    assert next(other.refused for other in dead.alternatives if other.change == "unit at H").startswith("not measured")
     never = explain_unit(replace(plan, regime=Regime("null", 0.0, 0.0, 0.1)), trace, f"model.layers.3.{GATE}")
     assert never.risk_limit is None
+
+
+def test_a_split_replay_is_an_alternative_and_shown() -> None:
+    trace = qwen_trace(layers=4, split=True)
+    plan = mixed(trace, budget=1 << 40)
+    found = explain_unit(plan, trace, f"model.layers.1.{GATE}")
+    priced = {other.change: other for other in found.alternatives}
+    assert priced["replay split"].refused == ""
+    assert priced["replay split"].step_ns > 0
+    exact = explain_unit(plan, trace, f"model.layers.3.{GATE}")
+    assert next(other.peak_bytes for other in exact.alternatives if other.change == "replay split") <= 0
+
+    split = replace(plan.regions[3], split_at=f"model.layers.3.{GATE}")
+    cut = replace(plan, regions=(*plan.regions[:3], split))
+    assert verify_modes(trace, trace.buckets[0], cut.regions).peak_bytes <= plan.predicted.peak_bytes
+    assert plan_differences(plan, cut) == [f"model.layers.3: replay whole -> split at {GATE}"]
+    again = explain_unit(cut, trace, f"model.layers.3.{GATE}")
+    assert [other.change for other in again.alternatives][-3:] == [
+        "replay whole",
+        "region held",
+        "region replayed, all units at R",
+    ]
 
 
 def test_explain_refuses_what_does_not_fit_together(trace: Trace) -> None:
