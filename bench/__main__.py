@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.measure import Options, all_breaches, measure_model, tiny
+from bench.policies import GRAINS
 from hilore.planner.paired import RESAMPLES
 from hilore.planner.spec import load_spec
 from hilore.planner.spec_types import ModelSpec
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resamples", type=int, default=RESAMPLES, help=f"of the bootstrap (default {RESAMPLES})")
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds for each solve (default 20)")
+    parser.add_argument("--grains", nargs="+", choices=GRAINS, help="of plans (default both; unit with a chunked head)")
     parser.add_argument("--out", metavar="FILE", help="JSON with all figures (default build/bench-WHAT.json)")
     parser.add_argument("--quick", action="store_true", help="3 rounds of a tiny model: shows that everything works")
     return parser
@@ -67,6 +69,7 @@ def _options(given: argparse.Namespace) -> Options:
         seed=given.seed,
         threads=given.threads,
         time_limit_s=given.time_limit,
+        grains=tuple(given.grains) if given.grains else None,
     )
 
 

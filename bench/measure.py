@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.policies import Ceiling, Solved, best_blocks, ceilings, every_n_layers, solved_plans
+from bench.policies import GRAINS, Ceiling, Solved, best_blocks, ceilings, every_n_layers, solved_plans
 from hilore.planner.actor import Actor, build_actor, microbatch_of
 from hilore.planner.head import base_model
 from hilore.planner.microbatch import Microbatch
@@ -21,7 +21,10 @@ from hilore.planner.verify import largest_bucket, reference_peaks
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``microbatches`` make one update; every one has calibration's reference exposure, so one regime serves all."""
+    """``microbatches`` make one update; every one has calibration's reference exposure, so one regime serves all.
+
+    ``grains`` of the plans; None: both with the naive head, calls alone with the chunked one, to save the minutes.
+    """
 
     rounds: int = 15
     warm_up_rounds: int = 1
@@ -30,6 +33,7 @@ class Options:
     seed: int = 0
     threads: int = 1
     time_limit_s: float = 20.0
+    grains: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ def measure_model(spec: ModelSpec, options: Options, progress: Progress) -> Mode
         other_bytes = trace.fixed.other_bytes
         limits = _ceilings(actor, microbatches[0], exist, other_bytes)
         blocks = best_blocks(actor, microbatches[0], limits, gradients_exist=exist, other_bytes=other_bytes)
-        plans, solved = solved_plans(trace, limits, time_limit_s=options.time_limit_s)
+        plans, solved = solved_plans(trace, limits, grains=_grains(spec, options), time_limit_s=options.time_limit_s)
     layers = len(checkpointed_layers(actor.model))
     contenders = [*every_n_layers(layers)]
     for limit in limits:
@@ -113,6 +117,12 @@ def tiny(spec: ModelSpec) -> ModelSpec:
     }
     batch = replace(spec.batch, prompt_tokens=8, response_tokens=56, length_buckets=(64,))
     return replace(spec, name=f"{spec.name}-tiny", model=replace(spec.model, config=config), batch=batch)
+
+
+def _grains(spec: ModelSpec, options: Options) -> tuple[str, ...]:
+    if options.grains is not None:
+        return options.grains
+    return GRAINS if spec.loss.head == "naive" else GRAINS[1:]
 
 
 def _ceilings(actor: Actor, microbatch: Microbatch, exist: bool, other_bytes: int) -> tuple[Ceiling, ...]:

@@ -95,12 +95,17 @@ def _peaks_under(peak: Callable[[frozenset[int]], int], layers: int, budget_byte
 
 
 def solved_plans(
-    trace: Trace, limits: tuple[Ceiling, ...], *, time_limit_s: float, command: str = COMMAND
+    trace: Trace,
+    limits: tuple[Ceiling, ...],
+    *,
+    grains: tuple[str, ...] = GRAINS,
+    time_limit_s: float,
+    command: str = COMMAND,
 ) -> tuple[list[Contender], list[Solved]]:
-    """Plans of both grains at delta 0 and 1 under every ceiling. Where there is none, the reason stands for it."""
+    """Plans of every grain at delta 0 and 1 under every ceiling. Where there is none, the reason stands for it."""
     contenders, solved = [], []
     for limit in limits:
-        for grain in GRAINS:
+        for grain in grains:
             for delta in DELTAS:
                 name = f"{'layer plan' if grain == 'layer' else 'plan'} delta {delta:g}"
                 try:

@@ -73,7 +73,7 @@ class SideBySide:
 
     ``control_error``: relative L2 between two runs of plain eager that differ in layout alone, in the actor's dtypes
     (None where dropout draws); ``control_float32``: the same in float32 (None where every row is exact).
-    ``times_ns``: every timed step, by row.
+    ``tokens_per_step``: mean, padding included. ``times_ns``: every timed step, by row.
     """
 
     rows: tuple[Measured, ...]
@@ -139,7 +139,7 @@ def measure_policies(
         breaches=tuple(line for run in runs for line in _breaches(run)),
         control_error=control_error,
         control_float32=control_float32,
-        tokens_per_step=microbatches[0].rows * microbatches[0].tokens,
+        tokens_per_step=sum(batch.rows * batch.tokens for batch in microbatches) // len(microbatches),
         rounds=rounds,
         threads=used_threads,
         microbatches=len(microbatches),
