@@ -189,7 +189,7 @@ def _measured_class(
     # Without attention kept, the second stage of a split replay would run it again.
     attention = {unit.name for unit in units if unit.kind == ATTENTION and unit.keepable}
     wanted = [(kept, False) for kept in sets]
-    wanted += [(kept, True) for kept in sets if split_at and attention <= set(kept)]
+    wanted += [(kept, True) for kept in sets if split_at and (not kept or attention <= set(kept))]
     measured: list[KeepSet] = []
     with setting.fake.faked(), setting.fake.autocast(), attention_wrapped(base_model(setting.fake.model)):
         held = measure_held(runner, gradients_exist=setting.gradients_exist)
