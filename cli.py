@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; messages of errors go to stderr, without a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(args=given, prog_name="hilore-plan")
+        app(args=given, prog_name="hilore-plan", obj=shlex.join(["hilore-plan", *given]))
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BrokenPipeError:
@@ -121,6 +121,7 @@ def trace(
 
 @app.command()
 def solve(
+    context: typer.Context,
     budget: Annotated[
         str,
         typer.Option(
@@ -179,7 +180,7 @@ def solve(
         time_limit_s=limit_s,
         gap_percent=gap_percent,
         granularity=granularity,
-        command=_command(),
+        command=str(context.obj),
     )
     written = write_plans(result, out)
     if as_json:
@@ -242,10 +243,6 @@ def diff(
         _print_json({"first": first, "second": second, "changed": changed})
         return
     _print(*(changed or ["the two plans do the same"]))
-
-
-def _command() -> str:
-    return shlex.join(["hilore-plan", *sys.argv[1:]])
 
 
 def _console() -> Console:

@@ -169,7 +169,7 @@ def fold(names: Sequence[str]) -> str:
 
 
 def milliseconds(nanoseconds: int) -> str:
-    return f"{nanoseconds / 1e6:,.3f}" if nanoseconds < 10_000_000 else f"{nanoseconds / 1e6:,.1f}"
+    return f"{nanoseconds / 1e6:,.3f}" if nanoseconds < 10_000_000 else f"{nanoseconds / 1e6:,.2f}"
 
 
 def _class_table(bucket: Bucket, index: int) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 
 from hilore.cli import main
+from hilore.planner.emit import SolveResult, solve_trace, write_plans
 from hilore.planner.spec import ModelSpec, spec_as_dict
 from hilore.planner.trace import Trace
 from hilore.planner.tracefile import load_trace, save_trace
 from hilore.planner.verify import reference_peaks
 from hilore.planner.view import fold, suggested_budget_mib
 from hilore.runtime.errors import HiloreError, InternalError
+from hilore.runtime.planfile import load_plan
 from tests.solver_fixtures import qwen_trace
 from tests.specs import spec_of
 
@@ -192,6 +195,97 @@ def test_wrong_options_leave_the_plans_alone(run: Run, options: list[str], expec
     assert "Traceback" not in err
     assert [path.name for path in Path("plans").iterdir()] == ["tiny.low.json"]
     assert Path("plans/tiny.low.json").read_text() == "earlier"
+
+
+def contents(folder: str) -> dict[str, str]:
+    return {path.name: path.read_text() for path in Path(folder).iterdir()}
+
+
+def test_solve_writes_a_set_per_bucket_and_prints_each_regime(run: Run) -> None:
+    found = replace(tiny_trace(), buckets=qwen_trace(layers=4, buckets=(1024, 2048)).buckets)
+    save_trace(found, "tiny.trace.json")
+    budget = str(suggested_budget_mib(found))
+    code, out, err = run("solve", "--budget", budget, "--delta", "1.0")
+    assert (code, err) == (0, "")
+    regimes = ("null", "low", "mid", "high")
+    assert sorted(contents("plans")) == sorted(
+        f"tiny{length}.{regime}.json" for length in ("", ".t1024") for regime in regimes
+    )
+    plan = load_plan("plans/tiny.low.json")
+    assert plan.budget_bytes == int(budget) * MIB
+    assert plan.provenance["command"] == f"hilore-plan solve --budget {budget} --delta 1.0"
+    lines = [" ".join(line.replace("│", " ").split()) for line in out.splitlines()]
+    assert [line for line in lines if line.endswith("tokens per row")] == ["2048 tokens per row", "1024 tokens per row"]
+    row = next(line for line in lines if line.startswith("low ")).split()
+    held = sum(region.hold for region in plan.regions)
+    assert row[1:6] == ["optimal", *(str(plan.count(mode)) for mode in "HLR"), str(held)]
+    assert any(
+        line.startswith(f"tiny out of tiny.trace.json: budget {int(budget):,}.0 MiB, margin 0.0") for line in lines
+    )
+
+
+def test_solve_json_is_one_object(run: Run) -> None:
+    save_trace(tiny_trace(), "old.trace.json")
+    save_trace(tiny_trace(), "tiny.trace.json")
+    os.utime("old.trace.json", ns=(1, 1))
+    budget = str(suggested_budget_mib(tiny_trace()))
+    code, out, err = run("solve", "--budget", budget, "--delta", "0", "--out", "elsewhere", "--json")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert data["trace"] == "tiny.trace.json"
+    assert data["plans"] == [f"elsewhere/tiny.{regime}.json" for regime in ("null", "low", "mid", "high")]
+    assert [row["lossy"] for row in data["rows"]] == [0, 0, 0, 0]
+    assert (data["gap_percent"], data["time_limit_s"], data["margin_bytes"]) == (0.1, 60.0, 0)
+    assert sorted(contents("elsewhere")) == sorted(Path(name).name for name in data["plans"])
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "expected"),
+    [
+        (["--budget", "5"], 4, "infeasible: no plan stays within 5.0 MiB; the smallest feasible budget is "),
+        (["--time-limit", "1e-9"], 5, "no solution within the time limit"),
+    ],
+)
+def test_without_a_plan_the_earlier_set_stays(run: Run, options: list[str], code: int, expected: str) -> None:
+    save_trace(tiny_trace(), "tiny.trace.json")
+    good = ["--budget", str(suggested_budget_mib(tiny_trace())), "--delta", "1"]
+    assert run("solve", *good)[0] == 0
+    before = contents("plans")
+    found, out, err = run("solve", *good, *options)
+    assert (found, out) == (code, "")
+    assert err.startswith(expected)
+    assert contents("plans") == before
+
+
+def test_a_gap_left_open_is_exit_code_3(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_trace(tiny_trace(), "tiny.trace.json")
+    solved = solve_trace(tiny_trace(), budget_bytes=suggested_budget_mib(tiny_trace()) * MIB, delta=0.0)
+    rows = (replace(solved.rows[0], status="feasible", gap=0.05), *solved.rows[1:])
+    seen: list[dict[str, Any]] = []
+
+    def cut_short(_trace: Trace, **options: Any) -> SolveResult:
+        seen.append(options)
+        return replace(solved, rows=rows)
+
+    stand_in(monkeypatch, "hilore.planner.emit", solve_trace=cut_short, write_plans=write_plans)
+    code, out, _ = run(
+        "solve", "--budget", "9GiB", "--delta", "0.5", "--margin", "100", "--time-limit", "3", "--gap", "0",
+        "--granularity", "layer",
+    )  # fmt: skip
+    assert code == 3
+    assert "feasible" in out
+    assert len(contents("plans")) == 4
+    del seen[0]["command"]
+    assert seen == [
+        {
+            "budget_bytes": 9 * 2**30,
+            "delta": 0.5,
+            "margin_bytes": 100 * MIB,
+            "time_limit_s": 3.0,
+            "gap_percent": 0.0,
+            "granularity": "layer",
+        }
+    ]
 
 
 def test_solve_refuses_a_trace_whose_spec_was_changed(run: Run) -> None:
