@@ -95,18 +95,29 @@ def assemble(
     )
 
 
+# Configurations of a class for given pairs of unit and codec.
+Offered = dict[tuple[int, frozenset[tuple[str, str]]], tuple[Configuration, ...]]
+
+
 def build_regions(
-    trace: Trace, bucket: Bucket, *, lossy: bool, risk_free: bool, granularity: str
+    trace: Trace,
+    bucket: Bucket,
+    *,
+    lossy: bool,
+    risk_free: bool,
+    granularity: str,
+    offered: Offered | None = None,
 ) -> tuple[RegionProblem, ...]:
     """Each region's configurations with their risk; regions with equal class and equal risks get equal ones.
 
     ``risk_free`` sets every risk to 0 (exposure 0). A unit and codec without an entry in the calibration for a region
-    is not offered at L there.
+    is not offered at L there. ``offered`` remembers configurations between calls for the same bucket, ``lossy`` and
+    granularity.
     """
     risks = _risks_by_region(trace.calibration) if lossy else {}
     factor = Fraction(trace.calibration.interaction) ** 2 * RISK_SCALE
     ready: dict[tuple[int, tuple[tuple[str, str, Fraction], ...]], RegionProblem] = {}
-    offered: dict[tuple[int, frozenset[tuple[str, str]]], tuple[Configuration, ...]] = {}
+    offered = {} if offered is None else offered
     result = []
     for region in bucket.regions:
         region_class = bucket.classes[region.class_index]

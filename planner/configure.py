@@ -50,11 +50,11 @@ def configurations(
         raise HiloreError(f"granularity {granularity!r}: one of {', '.join(GRANULARITIES)}", granularity=granularity)
     _check(region_class)
     offers = {unit.name: _offers(unit, codecs) if lossy else () for unit in region_class.units}
-    hold = _hold(region_class)
+    builder = _Builder(region_class)
     if granularity == "layer":
-        return _distinct((_all_r(region_class), hold, *_whole_layer(region_class, offers)))
-    built = tuple(_build(region_class, assignment) for assignment in _assignments(region_class, offers))
-    return pareto(_distinct((_all_r(region_class), hold, *built)))
+        return (builder.all_r(), _hold(region_class), *_whole_layer(builder, offers))
+    built = (builder.build(assignment) for assignment in _assignments(region_class, offers))
+    return pareto((builder.all_r(), _hold(region_class), *built))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,43 +92,76 @@ def _product(factors: Iterator[int]) -> int:
     return result
 
 
-def _build(region_class: RegionClass, assignment: _Assignment) -> Configuration:
-    units, keep_set = region_class.units, assignment.kept
-    codec_of = dict(assignment.lossy)
-    exact = frozenset(keep_set.kept) - codec_of.keys()
-    planned = _Replay.of(region_class, frozenset(keep_set.kept), keep_set.split)
-    demoted = _Replay.of(region_class, exact, keep_set.split)
-    lossy = [unit for unit in units if unit.name in codec_of]
-    outputs = sum(unit.output_bytes for unit in lossy)
-    payloads = sum(cost.payload_bytes for cost in codec_of.values())
-    retained = keep_set.retained_bytes - outputs + payloads
-    beside = payloads + sum(unit.rest_bytes for unit in lossy)
-    encode = sum(cost.encode_ns for cost in codec_of.values())
-    decode = sum(cost.decode_ns * planned.calls[name] for name, cost in codec_of.items())
-    return Configuration(
-        hold=False,
-        units=tuple(
-            UnitChoice(
-                name=unit.name,
-                mode="H" if unit.name in exact else "L" if unit.name in codec_of else "R",
-                codec=codec_of[unit.name].codec if unit.name in codec_of else None,
-                dead=unit.name in planned.dead,
-                dead_if_demoted=unit.name in demoted.dead,
-                dead_late=unit.name in planned.dead_late,
-                dead_late_if_demoted=unit.name in demoted.dead_late,
+class _Builder:
+    """Configurations of one class; what depends on a set of units alone is worked out once per set."""
+
+    def __init__(self, region_class: RegionClass) -> None:
+        self.region_class = region_class
+        self._replays: dict[tuple[frozenset[str], bool], _Replay] = {}
+        self._peaks: dict[tuple[frozenset[str], bool], int] = {}
+
+    def all_r(self) -> Configuration:
+        empty = next(found for found in self.region_class.keep_sets if not found.kept and not found.split)
+        return self.build(_Assignment(empty, ()))
+
+    def build(self, assignment: _Assignment) -> Configuration:
+        region_class, keep_set = self.region_class, assignment.kept
+        units, split = region_class.units, keep_set.split
+        codec_of = dict(assignment.lossy)
+        exact = frozenset(keep_set.kept).difference(codec_of)
+        planned, demoted = self._replay(frozenset(keep_set.kept), split), self._replay(exact, split)
+        lossy = [unit for unit in units if unit.name in codec_of]
+        outputs = sum(unit.output_bytes for unit in lossy)
+        payloads = sum(cost.payload_bytes for cost in codec_of.values())
+        retained = keep_set.retained_bytes - outputs + payloads
+        # Demoted, payloads and rests stay where they are while the H-only replay runs beside them.
+        beside = payloads + sum(unit.rest_bytes for unit in lossy)
+        encode = sum(cost.encode_ns for cost in codec_of.values())
+        decode = sum(cost.decode_ns * planned.calls[name] for name, cost in codec_of.items())
+        return Configuration(
+            hold=False,
+            units=tuple(
+                UnitChoice(
+                    name=unit.name,
+                    mode="H" if unit.name in exact else "L" if unit.name in codec_of else "R",
+                    codec=codec_of[unit.name].codec if unit.name in codec_of else None,
+                    dead=unit.name in planned.dead,
+                    dead_if_demoted=unit.name in demoted.dead,
+                    dead_late=unit.name in planned.dead_late,
+                    dead_late_if_demoted=unit.name in demoted.dead_late,
+                )
+                for unit in units
+            ),
+            retained_bytes=retained,
+            # An output may live on for other units of the region when its payload is there already.
+            forward_bytes=keep_set.forward_bytes + payloads,
+            backward_bytes=keep_set.backward_bytes + outputs,
+            demoted_backward_bytes=self._exact_peak(exact, split) + beside - retained,
+            extra_ns=planned.run_ns + encode + decode,
+            demoted_extra_ns=demoted.run_ns + encode,
+            lossy_units=len(codec_of),
+            split_at=region_class.split_at if split else "",
+        )
+
+    def _replay(self, kept: frozenset[str], split: bool) -> _Replay:
+        if (kept, split) not in self._replays:
+            self._replays[kept, split] = _Replay.of(self.region_class, kept, split)
+        return self._replays[kept, split]
+
+    def _exact_peak(self, exact: frozenset[str], split: bool) -> int:
+        """At most so many bytes are alive because of a region in a backward that keeps ``exact`` and nothing else.
+
+        The trace measured it, or measured subsets: keeping a unit more adds its output and rest and saves what its
+        run would allocate.
+        """
+        if (exact, split) not in self._peaks:
+            size = {unit.name: unit.output_bytes + unit.rest_bytes for unit in self.region_class.units}
+            self._peaks[exact, split] = min(
+                found.retained_bytes + found.backward_bytes + sum(size[name] for name in exact.difference(found.kept))
+                for found in self.region_class.keep_sets
+                if found.split == split and exact.issuperset(found.kept)
             )
-            for unit in units
-        ),
-        retained_bytes=retained,
-        # An output may live on for other units of the region when its payload is there already.
-        forward_bytes=keep_set.forward_bytes + payloads,
-        backward_bytes=keep_set.backward_bytes + outputs,
-        demoted_backward_bytes=_exact_peak(region_class, exact, keep_set.split) + beside - retained,
-        extra_ns=planned.run_ns + encode + decode,
-        demoted_extra_ns=demoted.run_ns + encode,
-        lossy_units=len(codec_of),
-        split_at=region_class.split_at if keep_set.split else "",
-    )
+        return self._peaks[exact, split]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +189,6 @@ class _Replay:
         return cls(fixed_ns + sum(run_ns[name] for name in runs), calls, frozenset(dead), frozenset(dead_late))
 
 
-def _exact_peak(region_class: RegionClass, exact: frozenset[str], split: bool) -> int:
-    """At most so many bytes are alive because of a region in a backward that keeps ``exact`` and nothing else.
-
-    The trace measured it, or measured subsets: keeping a unit more adds its output and rest and saves what its run
-    would allocate.
-    """
-    size = {unit.name: unit.output_bytes + unit.rest_bytes for unit in region_class.units}
-    return min(
-        found.retained_bytes + found.backward_bytes + sum(size[name] for name in exact.difference(found.kept))
-        for found in region_class.keep_sets
-        if found.split == split and exact.issuperset(found.kept)
-    )
-
-
 def _hold(region_class: RegionClass) -> Configuration:
     keep_set = region_class.hold
     return Configuration(
@@ -185,36 +204,25 @@ def _hold(region_class: RegionClass) -> Configuration:
     )
 
 
-def _all_r(region_class: RegionClass) -> Configuration:
-    empty = next(found for found in region_class.keep_sets if not found.kept and not found.split)
-    return _build(region_class, _Assignment(empty, ()))
-
-
-def _whole_layer(
-    region_class: RegionClass, offers: dict[str, tuple[CodecCost, ...]]
-) -> Iterator[Configuration]:
+def _whole_layer(builder: _Builder, offers: dict[str, tuple[CodecCost, ...]]) -> Iterator[Configuration]:
     """Per codec the encoded layer: among all keep sets the one that spares the most time, then the most bytes."""
     names = dict.fromkeys(cost.codec for costs in offers.values() for cost in costs)
     for codec in names:
         found = []
-        for keep_set in region_class.keep_sets:
+        for keep_set in builder.region_class.keep_sets:
             if keep_set.split:
                 continue
             chosen = {
                 unit.name: cost
-                for unit in region_class.units
+                for unit in builder.region_class.units
                 if unit.name in keep_set.kept
                 for cost in offers[unit.name]
                 if cost.codec == codec
             }
             if chosen:
-                found.append(_build(region_class, _Assignment(keep_set, tuple(chosen.items()))))
+                found.append(builder.build(_Assignment(keep_set, tuple(chosen.items()))))
         if found:
             yield min(found, key=lambda c: (c.extra_ns, c.retained_bytes, c.backward_bytes))
-
-
-def _distinct(candidates: tuple[Configuration, ...]) -> tuple[Configuration, ...]:
-    return tuple(dict.fromkeys(candidates))
 
 
 def _check(region_class: RegionClass) -> None:

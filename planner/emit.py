@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import hilore
-from hilore.planner.build import assemble, build_regions, regimes, risk_limit
+from hilore.planner.build import Offered, assemble, build_regions, regimes, risk_limit
 from hilore.planner.compose import Job, Options, make_plan, update_error
 from hilore.planner.leastpeak import least_peak
 from hilore.planner.milp import ORTOOLS_VERSION, solve
@@ -79,10 +79,11 @@ def solve_trace(
 def _jobs(trace: Trace, bucket: Bucket, options: Options) -> list[Job]:
     """The regimes of one bucket, null first. Without L all of them are one problem."""
     lossy = options.delta > 0
-    exact = build_regions(trace, bucket, lossy=lossy, risk_free=True, granularity=options.granularity)
+    grain, offered = options.granularity, Offered()
+    exact = build_regions(trace, bucket, lossy=lossy, risk_free=True, granularity=grain, offered=offered)
     risky = exact
     if lossy:
-        risky = build_regions(trace, bucket, lossy=True, risk_free=False, granularity=options.granularity)
+        risky = build_regions(trace, bucket, lossy=True, risk_free=False, granularity=grain, offered=offered)
     jobs = []
     for regime in regimes(trace.calibration):
         regions = exact if regime.high == 0 else risky

@@ -171,12 +171,12 @@ def check(problem: Problem, choice: Sequence[int], verified: Verified, extra_ns:
 def canonical(problem: Problem, tables: Tables, choice: tuple[int, ...]) -> tuple[int, ...]:
     """The same configurations in one order: among interchangeable regions, the roomiest replays come first.
 
-    Regions are interchangeable when configurations, risks and gradients are equal. Returned as it was where the order
-    would not fit.
+    Regions are interchangeable when they share their configurations, risks and gradients. Returned as it was where
+    the order would not fit.
     """
-    groups: dict[object, list[int]] = {}
+    groups: dict[tuple[int, tuple[int, ...], int], list[int]] = {}
     for r, region in enumerate(problem.regions):
-        groups.setdefault((region.configurations, region.risk, region.gradient_bytes), []).append(r)
+        groups.setdefault((id(region.configurations), region.risk, region.gradient_bytes), []).append(r)
     result = list(choice)
     for members in groups.values():
         r = members[0]
