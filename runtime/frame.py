@@ -167,8 +167,10 @@ class Frame:
         action = self.actions[unit_name]
         if action.kept:
             record.keep(result, action.codec)
-        if kwargs.get("dropout"):
-            record.random_after = RandomState.now(self.random.device_type, tensors_in(args))
+        else:
+            record.watch_output(result)
+        if record.may_draw or kwargs.get("dropout"):
+            record.random_after = RandomState.now(self.random.device_type, tensors_in(args, kwargs))
         self.choice.stats.unit_ran(unit_name, record)
         return result
 
@@ -276,7 +278,8 @@ class Frame:
         self._answered.add(unit_name)
         action = self.actions.get(unit_name)
         wanted = self._wanted(record.late)
-        left_out = action is not None and (action.kept or (action.dead if wanted else action.dead_late))
+        dead = action is not None and (action.dead if wanted else action.dead_late) and not record.must_run
+        left_out = action is not None and (action.kept or dead)
         if wanted:
             record.ran_in_replay = not left_out
         if action is None or not left_out:

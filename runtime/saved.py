@@ -90,14 +90,33 @@ class Entry:
         return value
 
 
+class Watch:
+    """Sees in-place changes of a tensor without holding its memory: an empty tensor with the same version counter."""
+
+    __slots__ = ("_empty", "saved_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.saved_version = tensor._version
+        self._empty = tensor.detach()
+        self._empty.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    @property
+    def version(self) -> int:
+        return self._empty._version
+
+    @property
+    def changed(self) -> bool:
+        return self.version != self.saved_version
+
+
 class Kept:
     """A stored output: exact, or encoded with all that decoding needs."""
 
-    __slots__ = ("encoded", "layout", "tensor", "version")
+    __slots__ = ("_watch", "encoded", "layout", "tensor")
 
     def __init__(self, output: torch.Tensor, codec: str | None) -> None:
         self.layout = Layout.of(output)
-        self.version = output._version
+        self._watch = Watch(output)
         self.tensor: torch.Tensor | None = None
         self.encoded: Encoded | None = None
         if codec is None:
@@ -114,16 +133,16 @@ class Kept:
         return self.tensor.untyped_storage().nbytes() if self.tensor is not None else 0
 
     def restore(self, unit_name: str) -> torch.Tensor:
+        self.check(unit_name)
         if self.encoded is not None:
             with torch.no_grad(), torch.autocast(self.layout.device.type, enabled=False):
                 return get_codec(self.encoded.codec).decode(self.encoded)
         assert self.tensor is not None
-        self.check(unit_name)
         return self.tensor
 
     def check(self, unit_name: str) -> None:
-        if self.tensor is not None and self.tensor._version != self.version:
-            raise mutated(unit_name, self.version, self.tensor._version)
+        if self._watch.changed:
+            raise mutated(unit_name, self._watch.saved_version, self._watch.version)
 
 
 def mutated(unit_name: str, saved_version: int, version: int) -> SavedTensorMutated:

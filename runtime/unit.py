@@ -19,7 +19,7 @@ from torch import nn
 from hilore.runtime.ambient import RandomState, tensors_in
 from hilore.runtime.derive import Derivation, derivation_of
 from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
-from hilore.runtime.saved import Entry, Kept, Layout, Role
+from hilore.runtime.saved import Entry, Kept, Layout, Role, Watch
 
 if TYPE_CHECKING:
     from hilore.runtime.frame import Frame
@@ -56,6 +56,7 @@ class UnitRecord:
         "roles",
         "template",
         "unit",
+        "watch",
     )
 
     def __init__(self, region_name: str, unit: UnitBinding, late: bool = False) -> None:
@@ -73,6 +74,7 @@ class UnitRecord:
         self.ran_in_replay = False
         self.released = False
         self.random_after: RandomState | None = None
+        self.watch: Watch | None = None
 
     def pack(self, frame: Frame, tensor: torch.Tensor) -> Entry:
         role = Role(Layout.of(tensor), "new")
@@ -99,7 +101,25 @@ class UnitRecord:
         return result
 
     def keep(self, result: Any, codec: str | None) -> None:
-        self.kept = Kept(result if self.output_place < 0 else result[self.output_place], codec)
+        self.kept = Kept(self._output(result), codec)
+
+    def watch_output(self, result: Any) -> None:
+        """Note whether glue changes the output in place: its placeholder could not take that."""
+        self.watch = Watch(self._output(result))
+
+    @property
+    def must_run(self) -> bool:
+        """Whether a replay must run the call even where the plan has it dead."""
+        return self.watch is not None and self.watch.changed
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether the call may draw random numbers. Of attention its own ``dropout`` argument says it."""
+        return self.unit.kind == "module" and not isinstance(self.unit.module, nn.Linear)
+
+    def _output(self, result: Any) -> torch.Tensor:
+        output: torch.Tensor = result if self.output_place < 0 else result[self.output_place]
+        return output
 
     @property
     def needs_replay(self) -> bool:

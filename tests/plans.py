@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hilore.planner.capture import UnitGraph, capture
-from hilore.planner.liveness import running_units
+from hilore.planner.liveness import dead_in_late_stage, running_units
 from hilore.planner.microbatch import Microbatch
 from hilore.runtime.attach import attach
 from hilore.runtime.fingerprint import model_fingerprint
@@ -75,6 +75,7 @@ def plan_for(
     *,
     hold: bool | Collection[str] = (),
     codec: str = "int8-g128",
+    split: str | None = None,
     units: tuple[RegionUnits, ...] | None = None,
     fingerprint: dict[str, Any] | None = None,
     **changes: Any,
@@ -83,10 +84,11 @@ def plan_for(
 
     modes: one mode for all units, a function of the full unit name, or a mapping from full names, or from names
     relative to the region, with "" for all others (R if it is left out).
-    hold: names of held regions, or True for all. codec: that of every L unit. changes: fields of Plan.
+    hold: names of held regions, or True for all. codec: that of every L unit. split: the unit (relative name) at which
+    every replay is split into two stages. changes: fields of Plan.
     """
     units = units_of(model) if units is None else units
-    regions = tuple(_region(region, modes, hold, codec) for region in units)
+    regions = tuple(_region(region, modes, hold, codec, split) for region in units)
     if fingerprint is None:
         fingerprint = model_fingerprint(model) | {
             "rows": 8,
@@ -196,11 +198,16 @@ def assert_exact(
     return runtime
 
 
-def _region(region: RegionUnits, modes: Modes, hold: bool | Collection[str], codec: str) -> RegionPlan:
+def _region(
+    region: RegionUnits, modes: Modes, hold: bool | Collection[str], codec: str, split: str | None
+) -> RegionPlan:
     held = hold is True or (not isinstance(hold, bool) and region.name in hold)
     by_name = {u.name: "H" if held else _mode(modes, f"{region.name}.{u.name}", u.name) for u in region.units}
-    _, dead = running_units(region.units, {name for name, mode in by_name.items() if mode != "R"})
-    _, dead_if_demoted = running_units(region.units, {name for name, mode in by_name.items() if mode == "H"})
+    kept = {name for name, mode in by_name.items() if mode != "R"}
+    exact = {name for name, mode in by_name.items() if mode == "H"}
+    split = None if held else split
+    dead, late = _dead(region, kept, split)
+    dead_if_demoted, late_if_demoted = _dead(region, exact, split)
     return RegionPlan(
         region.name,
         held,
@@ -211,10 +218,18 @@ def _region(region: RegionUnits, modes: Modes, hold: bool | Collection[str], cod
                 codec=codec if by_name[unit.name] == "L" else None,
                 dead=unit.name in dead,
                 dead_if_demoted=unit.name in dead_if_demoted,
+                dead_late=unit.name in late,
+                dead_late_if_demoted=unit.name in late_if_demoted,
             )
             for unit in region.units
         ),
+        None if split is None else f"{region.name}.{split}",
     )
+
+
+def _dead(region: RegionUnits, kept: set[str], split: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    late = () if split is None else dead_in_late_stage(region.units, kept, split)
+    return running_units(region.units, kept)[1], late
 
 
 def _mode(modes: Modes, full: str, relative: str) -> str:

