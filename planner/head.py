@@ -1,8 +1,7 @@
 """Log-probabilities of the completion: from all logits at once (naive) or in chunks of tokens (chunked).
 
-TRL 1.16 itself scores completions with a tiled head (``add_fused_lm_head``: logits of one tile at a time, run again
-in backward), so ``chunked`` is what its trainer costs; ``naive`` is what trainers without such a head do: logits of
-the whole completion, then a row-wise log-softmax whose result autograd keeps.
+``naive`` is what trainers without a head of their own do: logits of the whole completion, then a row-wise log-softmax
+whose result autograd keeps. ``trl`` is the tiled head of TRL 1.16's own trainer (planner/trl_head.py).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch.nn import functional
 from hilore.planner.chunked_head import chunked_logps
 from hilore.planner.loss import grpo_loss
 from hilore.planner.microbatch import Microbatch
+from hilore.planner.trl_head import trl_logps
 from hilore.runtime.errors import UnsupportedModelError
 
 __all__ = ["grpo_loss", "policy_logps", "selected_logps"]
@@ -37,12 +37,17 @@ def policy_logps(
 
     ``model``: a causal language model of transformers, under PEFT or not, or a module that takes ``input_ids`` and
     ``attention_mask`` and gives logits [B, T, V] (as a tensor or as ``.logits``). Enters no autocast of its own.
-    Raises UnsupportedModelError where ``chunked`` cannot be exact for this model.
+    Raises UnsupportedModelError where ``chunked`` or ``trl`` cannot be exact for this model.
     """
     if head == "chunked":
         return _chunked(model, microbatch, temperature, chunk_tokens)
+    if head == "trl":
+        causal = base_model(model)
+        lm_head, softcap = _output_layer(causal, head)
+        hidden = causal.base_model(**_model_inputs(microbatch)).last_hidden_state
+        return trl_logps(hidden, lm_head, softcap, microbatch, temperature)
     if head != "naive":
-        raise UnsupportedModelError(f"loss.head: '{head}' is not one of naive, chunked", field="head", found=head)
+        raise UnsupportedModelError(f"loss.head: '{head}' is not one of naive, chunked, trl", field="head", found=head)
     keep = microbatch.completion_mask.shape[1]
     inputs = _model_inputs(microbatch)
     if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters:
@@ -90,7 +95,7 @@ def _model_inputs(microbatch: Microbatch) -> dict[str, Any]:
 
 def _chunked(model: nn.Module, microbatch: Microbatch, temperature: float, chunk_tokens: int) -> Tensor:
     causal = base_model(model)
-    lm_head, softcap = _output_layer(causal)
+    lm_head, softcap = _output_layer(causal, "chunked")
     keep = microbatch.completion_mask.shape[1]
     hidden = causal.base_model(**_model_inputs(microbatch)).last_hidden_state
     hidden = hidden[:, -keep - 1 : -1, :]
@@ -107,13 +112,13 @@ def _chunked(model: nn.Module, microbatch: Microbatch, temperature: float, chunk
     return logps.view(targets.shape)
 
 
-def _output_layer(causal: Any) -> tuple[nn.Linear, float | None]:
-    """The output projection and the soft cap of its logits; refuses what the chunked head would leave out."""
+def _output_layer(causal: Any, head: str) -> tuple[nn.Linear, float | None]:
+    """The output projection and the soft cap of its logits; refuses what a tiled head would leave out."""
     get_output_embeddings = getattr(causal, "get_output_embeddings", None)
     lm_head = get_output_embeddings() if get_output_embeddings is not None else None
     if type(lm_head) is not nn.Linear:
         raise UnsupportedModelError(
-            f"loss.head: chunked needs a plain nn.Linear as output layer, {type(causal).__name__} has "
+            f"loss.head: {head} needs a plain nn.Linear as output layer, {type(causal).__name__} has "
             f"{type(lm_head).__name__}; set loss.head: naive",
             field="head", found=type(lm_head).__name__,
         )
@@ -121,7 +126,7 @@ def _output_layer(causal: Any) -> tuple[nn.Linear, float | None]:
     for name in _LOGIT_SCALES:
         if getattr(config, name, None) not in (None, 1.0):
             raise UnsupportedModelError(
-                f"loss.head: chunked does not know the logit scale '{name}' of {type(causal).__name__}; "
+                f"loss.head: {head} does not know the logit scale '{name}' of {type(causal).__name__}; "
                 "set loss.head: naive",
                 field="head", found=name,
             )

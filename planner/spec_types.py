@@ -96,7 +96,8 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """``head``: log-probabilities from all logits at once (naive) or in chunks of tokens (chunked)."""
+    """``head``: log-probabilities from all logits at once (naive), in chunks of tokens (chunked), or by TRL's trainer
+    (trl)."""
 
     __pydantic_config__ = _STRICT
 
@@ -105,7 +106,7 @@ class Loss:
     clip_high: Annotated[float, Field(ge=0)]
     beta: Annotated[float, Field(ge=0)]
     inner_epochs: Positive
-    head: Literal["naive", "chunked"]
+    head: Literal["naive", "chunked", "trl"]
 
 
 @dataclass(frozen=True, slots=True)
