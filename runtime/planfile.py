@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -13,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hilore.runtime.errors import PlanFileError
-from hilore.runtime.plan import SCHEMA_VERSION, Plan
+from hilore.runtime.plan import REGIME_LABELS, SCHEMA_VERSION, Plan
 from hilore.runtime.planset import PlanSet
 
 __all__ = ["PlanSet", "load_plan", "load_plans", "plan_text", "save_plan"]
@@ -26,7 +27,8 @@ def load_plans(source: str | Path | Iterable[str | Path]) -> PlanSet:
     """All plans of a glob pattern or of given paths, as one set.
 
     Raises PlanFileError: no file matches, a file is cut short or of another schema_version, unknown, missing or
-    wrong fields, no fingerprint, plans of two models, two set_ids under one name.
+    wrong fields, no fingerprint, plans of two models, two set_ids under one name, a length bucket without one of the
+    four regimes.
     """
     if isinstance(source, (str, Path)):
         paths = sorted(glob.glob(str(source)))
@@ -37,7 +39,9 @@ def load_plans(source: str | Path | Iterable[str | Path]) -> PlanSet:
             )
     else:
         paths = [str(path) for path in source]
-    return PlanSet(tuple(load_plan(path) for path in paths))
+    found = PlanSet(tuple(load_plan(path) for path in paths))
+    _refuse_missing(found)
+    return found
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -82,7 +86,9 @@ def plan_text(plan: Plan) -> str:
 
 def _parse(text: str, path: str | Path) -> dict[str, Any]:
     try:
-        data: Any = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+        data: Any = json.loads(
+            text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant, parse_float=_finite
+        )
     except json.JSONDecodeError as error:
         raise PlanFileError(
             f"{path}:{error.lineno}: not valid JSON (cut short?): {error.msg}; solve again", path=str(path)
@@ -106,7 +112,11 @@ def _parse(text: str, path: str | Path) -> dict[str, Any]:
 
 
 def _check(plan: Plan, path: str | Path) -> None:
-    """What the schema cannot say: codec exactly at L, a held region all H, each unit inside its region, once."""
+    """What the schema cannot say: exposures in order, codec exactly at L, a held region all H, each unit inside its
+    region, once."""
+    low, high = plan.regime.exposure_low, plan.regime.exposure_high
+    if not 0 <= low <= high or (plan.regime.label == "null" and high > 0):
+        raise PlanFileError(f"{path}: regime {plan.regime.label} from exposure {low} to {high}", path=str(path))
     for region in plan.regions:
         for unit in region.units:
             problem = ""
@@ -118,6 +128,8 @@ def _check(plan: Plan, path: str | Path) -> None:
                 problem = f"mode {unit.mode} and dead"
             elif unit.mode != "R" and unit.dead_late:
                 problem = f"mode {unit.mode} and dead_late"
+            elif unit.mode == "H" and (unit.dead_if_demoted or unit.dead_late_if_demoted):
+                problem = "mode H and dead when demoted"
             elif not unit.name.startswith(f"{region.name}."):
                 problem = f"is not in region {region.name}"
             if problem:
@@ -132,6 +144,19 @@ def _check(plan: Plan, path: str | Path) -> None:
         raise PlanFileError(f"{path}: {twice} appears twice", path=str(path), unit=twice)
 
 
+def _refuse_missing(plans: PlanSet) -> None:
+    for bucket in plans.buckets:
+        there = [plan for plan in plans.plans if plan.length_bucket == bucket]
+        labels = {plan.regime.label for plan in there}
+        missing = [label for label in REGIME_LABELS if label not in labels]
+        if missing:
+            raise PlanFileError(
+                f"{there[0].path}: for {bucket} tokens there is no {missing[0]} plan among the {len(there)} loaded; load "
+                f"all {len(REGIME_LABELS)} regimes, or solve again",
+                path=there[0].path,
+            )
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) < len(pairs):
@@ -142,3 +167,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number that a plan can hold")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_constant(text)
