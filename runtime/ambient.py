@@ -67,6 +67,10 @@ class AutocastState:
         cached = torch.is_autocast_cache_enabled()
         return cls(tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k), cached) for k in kinds))
 
+    def compute_dtype(self, device_type: str) -> torch.dtype | None:
+        """The dtype that autocast computes in on this device, None where it is off."""
+        return next((dtype for kind, enabled, dtype, _ in self.states if enabled and kind == device_type), None)
+
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:

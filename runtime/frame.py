@@ -123,6 +123,13 @@ class Frame:
         """Bytes of stored outputs, exact and encoded."""
         return sum(record.kept.nbytes for record in self.records.values() if record.kept is not None)
 
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        """Autocast's dtype where it is on, else that of the first floating input."""
+        inputs = [tensor for tensor, _ in self.input_versions]
+        floating = (tensor.dtype for tensor in inputs if tensor.is_floating_point())
+        return self.autocast.compute_dtype(device_type_of(inputs)) or next(floating, torch.float32)
+
     def run(self) -> Any:
         """The forward. Raises what the region raises; SavedTensorMutated if a kept output was changed in place."""
         with self.region.installed(self._intercepted), _RunningAs(self), saved_tensors_hooks(self._pack, _unpack):
@@ -166,7 +173,7 @@ class Frame:
             self.record = None
         action = self.actions[unit_name]
         if action.kept:
-            record.keep(result, action.codec)
+            record.keep(result, action.codec, self._compute_dtype)
         else:
             record.watch_output(result)
         if record.may_draw or kwargs.get("dropout"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class UnitStats:
-    """Since attach (or ``reset``): forwards that were recorded, and what replays did instead of running the call."""
+    """Since attach: forwards that were recorded, and what replays did instead of running the call.
+
+    ``kept_bytes`` and ``encoded_bytes`` are sums over those forwards. ``stored_raw``: encoded outputs whose codec took
+    an exact copy (a NaN, values it cannot hold). ``not_encoded``: outputs of an L unit that are no activations of the
+    compute dtype and were kept as they are.
+    """
 
     recorded: int = 0
     kept_bytes: int = 0
     encoded_bytes: int = 0
     stored_raw: int = 0
+    not_encoded: int = 0
     answered: int = 0
     dead: int = 0
 
@@ -40,7 +47,10 @@ class StepStats:
 
 @dataclass(slots=True)
 class Stats:
-    """Counters of one runtime. ``live_saved_bytes`` counts kept outputs that autograd still holds."""
+    """Counters of one runtime. ``live_saved_bytes`` counts kept outputs that autograd still holds.
+
+    ``encode_roles``: how many outputs of L units had which role (runtime/eligibility.py); activations were encoded.
+    """
 
     units: dict[str, UnitStats] = field(default_factory=dict)
     steps: list[StepStats] = field(default_factory=list)
@@ -51,6 +61,7 @@ class Stats:
     over_length: int = 0
     over_exposure: int = 0
     accepted: tuple[str, ...] = ()
+    encode_roles: Counter[str] = field(default_factory=Counter)
     _frames: weakref.WeakSet[Frame] = field(default_factory=weakref.WeakSet)
 
     @property
@@ -64,12 +75,16 @@ class Stats:
     def unit_ran(self, unit_name: str, record: UnitRecord) -> None:
         stats = self.units.setdefault(unit_name, UnitStats())
         stats.recorded += 1
-        if record.kept is not None:
-            if record.kept.encoded is None:
-                stats.kept_bytes += record.kept.nbytes
-            else:
-                stats.encoded_bytes += record.kept.nbytes
-                stats.stored_raw += record.kept.encoded.raw is not None
+        if record.encode_role:
+            self.encode_roles[record.encode_role] += 1
+        if record.kept is None:
+            return
+        if record.kept.encoded is None:
+            stats.kept_bytes += record.kept.nbytes
+            stats.not_encoded += bool(record.encode_role)
+        else:
+            stats.encoded_bytes += record.kept.nbytes
+            stats.stored_raw += record.kept.encoded.raw
 
     def call_left_out(self, unit_name: str, action: Action) -> None:
         stats = self.units.setdefault(unit_name, UnitStats())

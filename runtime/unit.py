@@ -18,6 +18,7 @@ from torch import nn
 
 from hilore.runtime.ambient import RandomState, tensors_in
 from hilore.runtime.derive import Derivation, derivation_of
+from hilore.runtime.eligibility import role_of
 from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
 from hilore.runtime.saved import Entry, Kept, Layout, Role, Watch
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from hilore.runtime.frame import Frame
 
 
+ACTIVATION = "activation"
+ENCODE_FLOOR_BYTES = 1 << 10
 _ANCHOR = torch.zeros((), requires_grad=True)
 
 
@@ -43,6 +46,7 @@ class UnitRecord:
 
     __slots__ = (
         "arguments",
+        "encode_role",
         "entries",
         "kept",
         "late",
@@ -67,6 +71,7 @@ class UnitRecord:
         self.entries: list[weakref.ref[Entry]] = []
         self.arguments: list[Layout] = []
         self.kept: Kept | None = None
+        self.encode_role = ""
         self.output_layout: Layout | None = None
         self.output_place = -1
         self.template: tuple[Any, ...] = ()
@@ -100,8 +105,17 @@ class UnitRecord:
                 self._settle(index, entry, output, sources, own_state)
         return result
 
-    def keep(self, result: Any, codec: str | None) -> None:
-        self.kept = Kept(self._output(result), codec)
+    def keep(self, result: Any, codec: str | None, compute_dtype: torch.dtype) -> None:
+        """Store the output: encoded where the plan says so and it is an activation of the compute dtype, else as it is."""
+        output = self._output(result)
+        if codec is not None:
+            self.encode_role = role_of(
+                output,
+                compute_dtype=compute_dtype,
+                floor_bytes=ENCODE_FLOOR_BYTES,
+                parameters=_own_state(self.unit.module),
+            )
+        self.kept = Kept(output, codec if self.encode_role == ACTIVATION else None)
 
     def watch_output(self, result: Any) -> None:
         """Note whether glue changes the output in place: its placeholder could not take that."""
