@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from hilore.planner.trace import Trace
+
 DEBUG = "HILORE_DEBUG"
 # Without a terminal (a pipe, a log) rich would fold tables to 80 columns.
 PIPE_WIDTH = 160
@@ -260,6 +262,45 @@ def _print(*parts: str | Table) -> None:
 
 def _print_json(data: dict[str, Any]) -> None:
     print(json.dumps(data, allow_nan=False))
+
+
+@app.command()
+def verify(
+    plans: Annotated[list[str], typer.Argument(metavar="PLAN...", help="Plan files.")],
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL.YAML", help="The actor. Default: the one of the trace.")
+    ] = None,
+    trace_path: TraceOption = None,
+    fake: Annotated[
+        bool, typer.Option("--fake", help="Under fake tensors: peaks alone, of any size of model.")
+    ] = False,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed rounds, policies interleaved.")] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Run updates under plans; compare measured with predicted peak, time and gradient error. Exit 6 on a breach."""
+    from hilore.planner import plan_view
+    from hilore.planner.spec import load_spec, spec_from_dict
+    from hilore.planner.tracefile import load_trace, newest_trace
+    from hilore.runtime.planfile import load_plan
+
+    loaded = [load_plan(path) for path in plans]
+    found: Trace | None = None
+    if model is None:
+        found = load_trace(trace_path if trace_path is not None else newest_trace())
+        spec = spec_from_dict(found.spec)
+    else:
+        spec = load_spec(model)
+        if trace_path is not None:
+            found = load_trace(trace_path)
+    from hilore.planner.check import verify_plans
+
+    with _progress() as progress:
+        checked = verify_plans(loaded, spec, trace=found, fake=fake, rounds=rounds, progress=progress)
+    if as_json:
+        _print_json(plan_view.check_json(checked))
+    else:
+        _print(plan_view.check_table(checked), *plan_view.check_lines(checked))
+    raise typer.Exit(checked.exit_code)
 
 
 @contextmanager

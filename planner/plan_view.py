@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from hilore.planner.budget import mib
+from hilore.planner.budget import MIB, mib
 from hilore.planner.view import fold, milliseconds
 from hilore.runtime.plan import Plan, RegionPlan, UnitPlan
+
+if TYPE_CHECKING:
+    from hilore.planner.check import Verification
 
 
 def plan_table(plan: Plan) -> Table:
@@ -75,6 +79,43 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             for regions in (list(group) for _, group in groupby(plan.regions, key=_signature))
         ],
     }
+
+
+def check_table(found: Verification) -> Table:
+    """`verify`: each plan's promises beside what was measured."""
+    table = Table(title="predicted -> measured", title_justify="left")
+    table.add_column("plan")
+    table.add_column("regime")
+    for column in ("tokens", "budget MiB", "peak MiB", "bytes under", "gain over GC", "gradient error", "allowed"):
+        table.add_column(column, justify="right")
+    for check in found.checks:
+        limit = check.error_limit
+        table.add_row(
+            check.plan,
+            check.regime,
+            str(check.tokens),
+            f"{check.budget_bytes / MIB:,.2f}",
+            f"{check.predicted_peak_bytes / MIB:,.2f} -> {check.measured_peak_bytes / MIB:,.2f}",
+            f"{check.predicted_peak_bytes - check.measured_peak_bytes:,}",
+            f"{check.predicted_gain:+.1%}" + ("" if check.measured_gain is None else f" -> {check.measured_gain:+.1%}"),
+            "-" if check.error is None else "0 (bitwise)" if check.exact else f"{check.error:.3%}",
+            "-" if limit is None else f"{limit:.3%}",
+        )
+    return table
+
+
+def check_lines(found: Verification) -> list[str]:
+    """What was run, and every promise that was broken."""
+    how = "under fake tensors: peaks alone" if found.fake else "real updates; gains are of this machine now"
+    if any(check.exact is False and check.error_limit is None and check.regime != "null" for check in found.checks):
+        how += "; without --trace no limit of a gradient error is known"
+    broken = [f"BROKEN: {breach}" for breach in found.breaches]
+    return [how, *(broken or ["every plan keeps its promises"])]
+
+
+def check_json(found: Verification) -> dict[str, Any]:
+    """What `verify --json` prints."""
+    return {"fake": found.fake, "checks": [asdict(check) for check in found.checks], "breaches": list(found.breaches)}
 
 
 def gain_over_gc(plan: Plan) -> float:

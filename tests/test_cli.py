@@ -355,5 +355,5 @@ def test_help_needs_neither_torch_nor_rich() -> None:
     code = "import sys; from hilore.cli import main; main(['--help']); print({'torch', 'rich'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
-    for command in ("trace", "solve", "show", "explain", "diff"):
+    for command in ("trace", "solve", "show", "explain", "diff", "verify"):
         assert f"\n  {command} " in done.stdout

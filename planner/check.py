@@ -1,0 +1,201 @@
+"""`verify`: real updates under each plan (or fake ones), measured against what the plan promises.
+
+Promises are the budget, the predicted peak, the loss (always that of eager), the gradients (bitwise without L units,
+within delta with them). Time is compared, not promised: it is another machine's or another hour's.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from hilore.planner.actor import Actor, build_actor, microbatch_of
+from hilore.planner.rivals import PlanPolicy, Running
+from hilore.planner.sidebyside import Contender, Measured, SideBySide, measure_policies
+from hilore.planner.sidebyside_runs import Progress
+from hilore.planner.spec_types import ModelSpec
+from hilore.planner.stepping import idle_optimizer, peak_of_step
+from hilore.planner.trace import Trace
+from hilore.runtime.attach import attach
+from hilore.runtime.errors import HiloreError
+from hilore.runtime.plan import Plan
+
+MIB = 2**20
+VERIFICATION_FAILED = 6
+# Above every exposure: the plan is measured as it is, on whatever microbatch.
+ANY_EXPOSURE = 1e30
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCheck:
+    """One plan. ``measured_gain`` over GC and ``error`` (relative L2 of the update's gradient in float32 compute) are
+    None in a fake check, ``error_limit`` where nothing limits it: no L unit, exposure 0, or no trace to know it."""
+
+    plan: str
+    regime: str
+    tokens: int
+    budget_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    predicted_gain: float
+    measured_gain: float | None
+    exact: bool | None
+    error: float | None
+    error_limit: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """``breaches``: a line for each promise that did not hold. ``measurements``: one per bucket, none if fake."""
+
+    checks: tuple[PlanCheck, ...]
+    breaches: tuple[str, ...]
+    measurements: tuple[SideBySide, ...]
+    fake: bool
+
+    @property
+    def exit_code(self) -> int:
+        return VERIFICATION_FAILED if self.breaches else 0
+
+
+def verify_plans(
+    plans: Sequence[Plan],
+    spec: ModelSpec,
+    *,
+    trace: Trace | None = None,
+    fake: bool = False,
+    microbatches: int = 2,
+    rounds: int = 5,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Verification:
+    """Measure every plan on the actor of ``spec``, synthetic rollouts of its length bucket, one process.
+
+    ``trace`` gives the reference exposure, without which no limit of a gradient error is known, and the memory of
+    others. ``fake``: under fake tensors, which take no memory and give the peak alone; any size of model.
+    Raises HiloreError where one process cannot stand for the run, and what building the actor and attaching raise.
+    """
+    if spec.parallel.kind != "none":
+        raise HiloreError(
+            f"parallel.kind is {spec.parallel.kind}: verify runs one process, whose memory is not that of a rank; "
+            "use a model.yaml with parallel: none"
+        )
+    buckets = sorted({plan.length_bucket for plan in plans}, reverse=True)
+    other_bytes = trace.fixed.other_bytes if trace is not None else spec.resident.other_mib * MIB
+    actor = build_actor(spec, device=spec.device.kind, fake=fake, live_adapters=not fake, seed=seed)
+    checks: list[PlanCheck] = []
+    breaches: list[str] = []
+    measurements: list[SideBySide] = []
+    for tokens in buckets:
+        group = [plan for plan in plans if plan.length_bucket == tokens]
+        if fake:
+            for plan in group:
+                found = _fake_check(actor, plan, other_bytes)
+                checks.append(found)
+                breaches += _peak_breaches(found)
+            continue
+        update = [microbatch_of(actor, tokens, seed=seed + place) for place in range(microbatches)]
+        result = measure_policies(
+            actor,
+            update,
+            [_contender(plan, trace) for plan in group],
+            gradients_exist=spec.batch.accumulation > 1,
+            other_bytes=other_bytes,
+            rounds=rounds,
+            seed=seed,
+            threads=None,
+            progress=progress,
+        )
+        checks += [_check(plan, trace, row) for plan, row in zip(group, result.rows[2:], strict=True)]
+        breaches += result.breaches
+        measurements.append(result)
+    return Verification(tuple(checks), tuple(breaches), tuple(measurements), fake)
+
+
+def error_limit(plan: Plan, trace: Trace | None) -> float | None:
+    """What the gradient error of an update may be: the plan's delta at the highest exposure of its regime.
+
+    An update's relative error does not depend on the exposure that all its microbatches share; delta is relative to
+    the update of reference exposure.
+    """
+    if trace is None or plan.count("L") == 0 or plan.regime.exposure_high == 0:
+        return None
+    return plan.delta * plan.delta_star * trace.calibration.psi_reference / plan.regime.exposure_high
+
+
+def _contender(plan: Plan, trace: Trace | None) -> Contender:
+    always = replace(plan, regime=replace(plan.regime, exposure_low=0.0, exposure_high=ANY_EXPOSURE))
+    return Contender(
+        PlanPolicy(_label(plan), (always,)), budget_bytes=plan.budget_bytes, error_limit=error_limit(plan, trace)
+    )
+
+
+def _label(plan: Plan) -> str:
+    return plan.path or f"{plan.name}.{plan.regime.label}"
+
+
+def _check(plan: Plan, trace: Trace | None, row: Measured) -> PlanCheck:
+    return PlanCheck(
+        plan=_label(plan),
+        regime=plan.regime.label,
+        tokens=plan.length_bucket,
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.predicted.peak_bytes,
+        measured_peak_bytes=row.peak_bytes,
+        predicted_gain=plan.predicted.gc_step_ns / plan.predicted.step_ns - 1,
+        measured_gain=row.gain.value,
+        exact=row.exact,
+        error=row.error,
+        error_limit=error_limit(plan, trace),
+    )
+
+
+def _fake_check(actor: Actor, plan: Plan, other_bytes: int) -> PlanCheck:
+    microbatch = microbatch_of(actor, plan.length_bucket)
+    exist = actor.spec.batch.accumulation > 1
+    with actor.faked():
+        optimizer = idle_optimizer(actor)
+        gc.collect()
+        peak_bytes = peak_of_step(actor, _FixedPlan(_label(plan), plan), microbatch, optimizer, gradients_exist=exist)
+    return PlanCheck(
+        plan=_label(plan),
+        regime=plan.regime.label,
+        tokens=plan.length_bucket,
+        budget_bytes=plan.budget_bytes,
+        predicted_peak_bytes=plan.predicted.peak_bytes,
+        measured_peak_bytes=peak_bytes + other_bytes,
+        predicted_gain=plan.predicted.gc_step_ns / plan.predicted.step_ns - 1,
+        measured_gain=None,
+        exact=None,
+        error=None,
+        error_limit=None,
+    )
+
+
+def _peak_breaches(found: PlanCheck) -> Iterator[str]:
+    for what, promised in (("budget", found.budget_bytes), ("predicted peak", found.predicted_peak_bytes)):
+        if found.measured_peak_bytes > promised:
+            over = found.measured_peak_bytes - promised
+            yield (
+                f"{found.plan}: peak {found.measured_peak_bytes:,} B under fake tensors is {over:,} B over the {what} "
+                f"of {promised:,} B"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _FixedPlan:
+    """One plan without a look at exposures, which fake tensors do not have."""
+
+    name: str
+    plan: Plan
+
+    @contextmanager
+    def applied(self, actor: Actor) -> Iterator[Running]:
+        runtime = attach(actor.model, (self.plan,))
+        runtime.use(self.plan)
+        try:
+            yield Running(("plan", self.plan.regions))
+        finally:
+            runtime.detach()
