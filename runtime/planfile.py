@@ -151,8 +151,8 @@ def _refuse_missing(plans: PlanSet) -> None:
         missing = [label for label in REGIME_LABELS if label not in labels]
         if missing:
             raise PlanFileError(
-                f"{there[0].path}: for {bucket} tokens there is no {missing[0]} plan among the {len(there)} loaded; load "
-                f"all {len(REGIME_LABELS)} regimes, or solve again",
+                f"{there[0].path}: for {bucket} tokens there is no {missing[0]} plan among the {len(there)} loaded; "
+                f"load all {len(REGIME_LABELS)} regimes, or solve again",
                 path=there[0].path,
             )
 

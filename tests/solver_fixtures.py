@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from hilore.planner.liveness import dead_in_late_stage, running_units
 from hilore.planner.problem import Configuration, Problem, RegionProblem, UnitChoice
 from hilore.planner.trace import (
     TRACE_VERSION,
@@ -21,6 +22,7 @@ from hilore.planner.trace import (
     UnitRisk,
     UnitTrace,
 )
+from hilore.runtime.plan import RegionPlan, UnitPlan
 
 MIB = 2**20
 # Percent of the peak rate that each GEMM reaches: narrow ones less.
@@ -194,6 +196,67 @@ def qwen_trace(
         versions={"torch": "2.13.0", "transformers": "5.24.0"},
         created_at="2026-01-01T00:00:00Z",
     )
+
+
+def random_class(seed: int, *, split: bool = False) -> RegionClass:
+    """A few units with random liveness, some keep sets missing."""
+    rng = random.Random(seed)
+    names = ["a", "b", "c", "d"][: rng.randint(2, 4)]
+    units = tuple(
+        unit(
+            name,
+            "linear",
+            rng.randint(0, 60),
+            rng.randint(1, 30),
+            [later for later in names[i + 1 :] if rng.random() < 0.6],
+            rest_bytes=rng.choice([0, rng.randint(0, 5)]),
+            feeds_saved=rng.random() < 0.4,
+            saves_inputs=rng.random() < 0.3,
+            saves_own=rng.random() < 0.2,
+            codecs=[CodecCost("c", rng.randint(1, 9), rng.randint(0, 5), rng.randint(0, 5))] * (rng.random() < 0.6),
+        )
+        for i, name in enumerate(names)
+    )
+    sets = []
+    for is_split in (False, True)[: 1 + split]:
+        for kept in powerset(names):
+            if not kept or rng.random() < 0.8:
+                out = sum(u.output_bytes + u.rest_bytes for u in units if u.name in kept)
+                sets.append(KeepSet(kept, 5 + out, out + rng.randint(20, 90), rng.randint(5, 60), is_split))
+    hold = KeepSet(tuple(names), 120, 130, 10)
+    at, early_ns = (names[1], rng.randint(0, 5)) if split else ("", 0)
+    return RegionClass("random", units, tuple(sets), hold, sets[0], 10, 10, rng.randint(0, 9), 99, 0, at, early_ns)
+
+
+def region_plan(
+    region_class: RegionClass, modes: Mapping[str, str], *, split: bool = False, name: str = "r"
+) -> RegionPlan:
+    """A replayed region with ``modes`` per unit ("H", "R" or a codec) and the dead calls that follow."""
+    units = region_class.units
+    kept = {unit_: mode for unit_, mode in modes.items() if mode != "R"}
+    exact = {unit_ for unit_, mode in modes.items() if mode == "H"}
+    dead = [running_units(units, kept_)[1] for kept_ in (kept, exact)]
+    late = [dead_in_late_stage(units, kept_, region_class.split_at) if split else () for kept_ in (kept, exact)]
+    plans = []
+    for u in units:
+        mode = modes[u.name]
+        codec = None if mode in ("H", "R") else mode
+        flags = (u.name in dead[0], u.name in dead[1], u.name in late[0], u.name in late[1])
+        plans.append(UnitPlan(f"{name}.{u.name}", "L" if codec else mode, codec, *flags))  # type: ignore[arg-type]
+    return RegionPlan(name, False, tuple(plans), f"{name}.{region_class.split_at}" if split else None)
+
+
+def assignments(region_class: RegionClass) -> list[tuple[dict[str, str], bool]]:
+    """Every way to give modes to the units within the trace's keep sets, with whether its replay is split."""
+    found = []
+    for keep_set in region_class.keep_sets:
+        offers = [
+            ["H", *(cost.codec for cost in u.codecs)] if u.name in keep_set.kept else ["R"] for u in region_class.units
+        ]
+        for modes in itertools.product(*offers):
+            pairs = zip(region_class.units, modes, strict=True)
+            found.append(({u.name: mode for u, mode in pairs}, keep_set.split))
+    return found
 
 
 def configuration(

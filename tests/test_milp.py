@@ -18,7 +18,6 @@ from hilore.planner.relaxation import relax
 from hilore.planner.tables import make_tables
 from hilore.planner.verify import reference_peaks, verify
 from hilore.runtime.errors import InternalError
-
 from tests.solver_fixtures import configuration, problem, problem36, qwen_trace, random_problem
 
 
