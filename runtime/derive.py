@@ -89,15 +89,31 @@ class Derivation:
 
 def derivation_of(
     value: torch.Tensor, arguments: list[torch.Tensor], parameters: list[torch.Tensor]
-) -> Derivation | None:
-    """The derivation that gives exactly ``value``, or None. Fake tensors have no values: there the first fit counts."""
+) -> tuple[Derivation | None, bool]:
+    """The derivation that gives exactly ``value``, or None; and whether that holds for later calls too.
+
+    It does not where two sources give the same values by chance (k and v of a layer whose weights are still zero).
+    Fake tensors have no values: there the first fit counts.
+    """
+    found: Derivation | None = None
     for from_parameter, sources in ((True, parameters), (False, arguments)):
         for place, source in enumerate(sources):
-            for rule in RULES:
-                candidate = Derivation(rule, place, from_parameter, value.dtype)
-                if _reproduces(candidate, source, value):
-                    return candidate
-    return None
+            candidate = next(
+                (
+                    candidate
+                    for rule in RULES
+                    if _reproduces(candidate := Derivation(rule, place, from_parameter, value.dtype), source, value)
+                ),
+                None,
+            )
+            if candidate is None:
+                continue
+            if isinstance(value, FakeTensor):
+                return candidate, True
+            if found is not None:
+                return found, False
+            found = candidate
+    return found, True
 
 
 def _reproduces(candidate: Derivation, source: torch.Tensor, value: torch.Tensor) -> bool:

@@ -106,7 +106,7 @@ class UnitRecord:
         return result
 
     def keep(self, result: Any, codec: str | None, compute_dtype: torch.dtype) -> None:
-        """Store the output: encoded where the plan says so and it is an activation of the compute dtype, else as it is."""
+        """Store the output: encoded where the plan says so and it is an activation, else as it is."""
         output = self._output(result)
         if codec is not None:
             self.encode_role = role_of(
@@ -228,9 +228,12 @@ class UnitRecord:
         key = (index, value.dtype, value.dim(), tuple(layout.dtype for layout in self.arguments))
         known = self.unit.derivations
         remembered = known.get(key)
-        if key not in known or (remembered is not None and not remembered.fits(value, sources, own_state)):
-            known[key] = derivation_of(value, sources, own_state)
-        return known[key]
+        if key in known and (remembered is None or remembered.fits(value, sources, own_state)):
+            return remembered
+        derivation, certain = derivation_of(value, sources, own_state)
+        if certain:
+            known[key] = derivation
+        return derivation
 
     def _view(self, role: Role, now: torch.Tensor, planned: Layout) -> torch.Tensor:
         if role.derive is not None:

@@ -1,4 +1,4 @@
-"""Plans with encoded outputs (L): the loss never changes, errors stay where they belong, the same step gives the same."""
+"""Plans with encoded outputs (L): the loss never changes, errors stay where they belong, steps can be repeated."""
 
 from __future__ import annotations
 

@@ -1,0 +1,61 @@
+"""What a kept call's autograd saved and is derived again at backward: the right source, also where values coincide."""
+
+from __future__ import annotations
+
+import torch
+
+from hilore.runtime.derive import derivation_of
+from tests import models
+from tests.plans import assert_same_step, attach_plan, gradients, plan_for, units_of
+
+
+def test_a_derivation_found_while_k_and_v_are_equal_is_not_trusted_later() -> None:
+    """With padding sdpa saves k and v with their heads repeated; with zero weights either would do for both."""
+    model = models.qwen2_tiny()
+    batch = models.microbatch_for(model)
+    units_of(model, batch)
+    runtime = attach_plan(model, plan_for(model, {"self_attn:attention": "H"}))
+    weights = [p for name, p in model.named_parameters() if "k_proj" in name or "v_proj" in name]
+    before = [weight.detach().clone() for weight in weights]
+    with torch.no_grad():
+        for weight in weights:
+            weight.zero_()
+    gradients(model, batch)
+    with torch.no_grad():
+        for weight, value in zip(weights, before, strict=True):
+            weight.copy_(value)
+    found = gradients(model, batch)
+    runtime.detach()
+    assert_same_step(found, gradients(model, batch))
+
+
+def test_derivations_are_bitwise() -> None:
+    draw = torch.Generator().manual_seed(0)
+    source = torch.randn(2, 3, 5, 4, generator=draw)
+    other = torch.randn(2, 3, 5, 4, generator=draw)
+    repeated = source.repeat_interleave(2, dim=1)
+    derivation, certain = derivation_of(repeated, [other, source], [])
+    assert derivation is not None
+    assert (derivation.rule, derivation.source, derivation.from_parameter, certain) == ("repeat_heads", 1, False, True)
+    assert torch.equal(derivation.apply(source, repeated.shape, repeated.stride()), repeated)
+    changed = repeated.clone()
+    changed[0, 0, 0, 0] = torch.nextafter(changed[0, 0, 0, 0], torch.tensor(9.0))
+    assert derivation_of(changed, [other, source], []) == (None, True)
+
+
+def test_a_cast_weight_keeps_its_stride() -> None:
+    weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    saved = weight.bfloat16().t()
+    derivation, certain = derivation_of(saved, [], [weight])
+    assert derivation is not None
+    assert (derivation.rule, derivation.from_parameter, certain) == ("cast_transposed", True, True)
+    again = derivation.apply(weight, saved.shape, saved.stride())
+    assert again.stride() == saved.stride()
+    assert torch.equal(again, saved)
+
+
+def test_two_sources_of_one_value_are_uncertain() -> None:
+    weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    derivation, certain = derivation_of(weight.bfloat16(), [weight, weight.clone()], [])
+    assert derivation is not None
+    assert not certain
