@@ -1,152 +1,268 @@
-"""What lies outside of regions: fixed state, head and loss, what comes before the first region, the optimizer.
+"""What lies outside of regions: head and loss, and what comes before the first region.
 
-One whole update of the fake actor with every region replayed, read off at the regions' edges.
+One whole update of the fake actor in which a stand-in takes the place of every region, read off at the regions' edges.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hilore.planner.actor import Actor, policy_loss
+from hilore.planner.actor import Actor
+from hilore.planner.gathers import OutsideGathers
+from hilore.planner.head import policy_logps
+from hilore.planner.loss import grpo_loss
 from hilore.planner.microbatch import Microbatch
-from hilore.planner.optimizer import make_optimizer
-from hilore.planner.regionrun import choice_for
-from hilore.planner.trace import Fixed
+from hilore.planner.sharding import Sharding, untied_embeddings
 from hilore.runtime.ambient import tensors_in
-from hilore.runtime.frame import Frame
 from hilore.runtime.meter import StorageMeter
-from hilore.runtime.region import RegionBinding
 
 
 @dataclass(frozen=True, slots=True)
-class OutsideBytes:
-    """See planner/trace.py, Outside."""
+class OutsideCosts:
+    """Bytes: see planner/trace.py, Outside. ``forward_ns``, ``backward_ns``: what a clock saw outside of regions."""
 
     before_bytes: int
     head_bytes: int
     head_left_bytes: int
     tail_bytes: int
+    forward_ns: int
+    backward_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class OuterRegion:
+    """A region seen from outside: only the form of what it returns matters, which is that of its class."""
+
+    name: str
+    module: nn.Module
+    class_index: int
+
+
+def measure_outside(
+    actor: Actor,
+    microbatch: Microbatch,
+    regions: tuple[OuterRegion, ...],
+    *,
+    gradients_exist: bool,
+    sharding: Sharding | None = None,
+    clock: Callable[[], int] | None = None,
+) -> OutsideCosts:
+    """Bytes (and time on ``clock``, where given) outside of the regions for one microbatch of a fake or real actor.
+
+    ``gradients_exist``: accumulation has filled the gradient buffers. Under a sharding these are the reduced ones, and
+    unsharded gradients come and go.
+    """
+    trainable = [p for p in actor.model.parameters() if p.requires_grad]
+    buffered = gradients_exist and sharding is None
+    with actor.faked():
+        for parameter in trainable:
+            parameter.grad = torch.zeros_like(parameter) if buffered else None
+        gc.collect()
+        with StorageMeter() as meter:
+            meter.track(_state(actor.model))
+            fixed = meter.live_bytes
+            meter.track(tensors_in([getattr(microbatch, name) for name in microbatch.__slots__]))
+            gathers = OutsideGathers(sharding, actor.device, accumulates=gradients_exist)
+            edges = _Edges(meter, gathers, regions, _head_parameters(actor.model, regions, sharding), clock)
+            with _standing_in(regions, edges):
+                forward_ns, backward_ns = _step(actor, microbatch, edges, gathers)
+            if not edges.tail_begun:
+                edges.begin_tail()
+            gathers.step_done(trainable)
+            tail_peak = meter.peak_bytes
+        for parameter in trainable:
+            parameter.grad = None
+    before = edges.entered - fixed
+    return OutsideCosts(
+        before,
+        edges.head_peak - edges.all_retained,
+        edges.after_head - edges.all_retained,
+        max(tail_peak - fixed - before, 0),
+        forward_ns,
+        backward_ns,
+    )
 
 
 class _Edges:
     """Live and peak bytes at the edges of the regions during one forward and backward."""
 
-    def __init__(self, meter: StorageMeter, first: str, last: str) -> None:
+    def __init__(
+        self,
+        meter: StorageMeter,
+        gathers: OutsideGathers,
+        regions: tuple[OuterRegion, ...],
+        head_parameters: list[nn.Parameter],
+        clock: Callable[[], int] | None,
+    ) -> None:
         self.meter = meter
-        self.first = first
-        self.last = last
-        self.entered = self.first_boundary = self.left = self.last_output = 0
-        self.head_peak = self.after_head = 0
+        self.gathers = gathers
+        self.clock = clock or (lambda: 0)
+        self.first, self.last = regions[0].name, regions[-1].name
+        self.entered = self.all_retained = self.head_peak = self.after_head = self.skipped_ns = 0
+        self.tail_begun = False
+        self._head_parameters = head_parameters
+        self._forms: dict[int, tuple[list[Any], Any]] = {}
 
-    def run(self, region: RegionBinding, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    def run(self, region: OuterRegion, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        boundary: Tensor = args[0]
         if region.name == self.first:
-            self.entered = self.meter.live_bytes
-            self.first_boundary = args[0].untyped_storage().nbytes()
-            if args[0].requires_grad:
-                args[0].register_hook(lambda _grad: self.meter.reset_peak())
-        choice = choice_for(region.name, {}, frozenset(), frozenset())
-        result = Frame(region, choice, call, args, kwargs).run()
+            self.gathers.enter_regions()
+            self.entered = self.meter.live_bytes - _nbytes(boundary) - self.gathers.held_bytes
+            if boundary.requires_grad:
+                boundary.register_hook(lambda _gradient: self.begin_tail())  # type: ignore[no-untyped-call]
+        result = self._stand_in(region, forward, args, kwargs)
         if region.name == self.last:
-            output = result[0] if isinstance(result, tuple) else result
-            self.left = self.meter.live_bytes
-            self.last_output = output.untyped_storage().nbytes()
+            output = _first(result)
+            self.all_retained = self.meter.live_bytes - _nbytes(output) - self.gathers.held_bytes
             self.meter.reset_peak()
-            output.register_hook(self._head_done)
+            self.gathers.leave_regions()
+            output.register_hook(self._head_done)  # type: ignore[no-untyped-call]
         return result
 
-    def _head_done(self, _grad: torch.Tensor) -> None:
+    def _stand_in(self, region: OuterRegion, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A result of the form of the region's own, its first tensor tied to the boundary in the autograd graph."""
+        if region.class_index not in self._forms:
+            began = self.clock()
+            with torch.no_grad():
+                found, tree = tree_flatten(forward(*args, **kwargs))
+            self._forms[region.class_index] = [_Form.of(leaf) for leaf in found], tree
+            self.skipped_ns += self.clock() - began
+            del found
+        leaves, form = self._forms[region.class_index]
+        anchor = torch.empty(0, requires_grad=any(p.requires_grad for p in region.module.parameters()))
+        held = tensors_in(args, kwargs)
+        made: list[Any] = []
+        for leaf in leaves:
+            if not isinstance(leaf, _Form):
+                made.append(leaf)
+            elif any(isinstance(before, Tensor) for before in made):
+                made.append(leaf.empty())
+            else:
+                made.append(_StandIn.apply(args[0], anchor, leaf, *held))  # type: ignore[no-untyped-call]
+        return tree_unflatten(made, form)
+
+    def _head_done(self, _gradient: Tensor) -> None:
+        own = self.gathers.head_done(self._head_parameters)
         self.head_peak = self.meter.peak_bytes
-        self.after_head = self.meter.live_bytes
+        self.after_head = self.meter.live_bytes - own
+
+    def begin_tail(self) -> None:
+        self.tail_begun = True
+        self.meter.reset_peak()
+        self.gathers.tail_begins()
 
 
-def measure_outside(
-    actor: Actor, microbatch: Microbatch, regions: Mapping[str, nn.Module], *, gradients_exist: bool
-) -> OutsideBytes:
-    """Bytes outside of the regions for one microbatch of a fake (or real) actor."""
-    bindings = [RegionBinding(name, module, {}) for name, module in regions.items()]
-    trainable = [p for p in actor.model.parameters() if p.requires_grad]
-    with actor.faked():
-        for parameter in trainable:
-            parameter.grad = torch.zeros_like(parameter) if gradients_exist else None
-        gc.collect()
-        with StorageMeter() as meter:
-            state = _state(actor.model)
-            meter.track(state)
-            fixed = meter.live_bytes
-            meter.track(tensors_in([getattr(microbatch, name) for name in microbatch.__slots__]))
-            edges = _Edges(meter, bindings[0].name, bindings[-1].name)
-            with _replayed(bindings, edges):
-                loss = policy_loss(actor, microbatch)
-                loss.backward()  # type: ignore[no-untyped-call]
-            tail_peak = meter.peak_bytes
-        region_gradients = 0 if gradients_exist else _gradient_bytes(regions.values())
-        for parameter in trainable:
-            parameter.grad = None
-    before = edges.entered - edges.first_boundary - fixed
-    all_retained = edges.left - edges.last_output
-    return OutsideBytes(
-        before,
-        edges.head_peak - all_retained,
-        edges.after_head - all_retained,
-        max(tail_peak - fixed - before - region_gradients, 0),
-    )
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A tensor without its memory."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, leaf: Any) -> Any:
+        return cls(leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
-def measure_fixed(actor: Actor, *, gradients_exist: bool, other_bytes: int) -> tuple[Fixed, int]:
-    """What is live during the whole update, and the optimizer step's working set on top of it and of gradients."""
-    trainable = [p for p in actor.model.parameters() if p.requires_grad]
-    with actor.faked():
-        gc.collect()
-        with StorageMeter() as meter:
-            meter.track(_parameters_and_buffers(actor.model))
-            parameters = meter.live_bytes
-            for parameter in trainable:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients = meter.live_bytes - parameters
-            optimizer = make_optimizer(actor.model, actor.spec)
-            optimizer.step()
-            state = meter.live_bytes - parameters - gradients
-            meter.reset_peak()
-            optimizer.step()
-            working = meter.peak_bytes - parameters - gradients - state
-        for parameter in trainable:
-            parameter.grad = None
-    return Fixed(parameters, gradients if gradients_exist else 0, state, other_bytes), working
+class _StandIn(torch.autograd.Function):
+    """Takes a boundary, gives a tensor of the region's form; backward gives a gradient of the boundary's form.
+
+    ``held``: the region's arguments, alive until its backward as a frame holds them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, boundary: Tensor, anchor: Tensor, form: _Form, *held: Tensor) -> Tensor:
+        ctx.boundary = _Form.of(boundary)
+        ctx.save_for_backward(*held)
+        return form.empty()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.maybe_clear_saved_tensors()
+        boundary = ctx.boundary.empty() if ctx.needs_input_grad[0] else None
+        return (boundary, *(None for _ in ctx.needs_input_grad[1:]))
+
+
+def _step(actor: Actor, microbatch: Microbatch, edges: _Edges, gathers: OutsideGathers) -> tuple[int, int]:
+    """Forward, loss and backward, with the gathers' moments; nanoseconds of forward and backward outside of regions."""
+    began = edges.clock()
+
+    def output_made(output: Any) -> None:
+        gathers.forward_done()
+        for tensor in (t for t in tensors_in([output], {}) if t.requires_grad):
+            tensor.register_hook(lambda _gradient: gathers.loss_done())  # type: ignore[no-untyped-call]
+            break
+
+    handle = actor.model.register_forward_hook(lambda _module, _args, output: output_made(_leading(output)))
+    with actor.autocast():
+        gathers.begin()
+        try:
+            logps = policy_logps(actor.model, microbatch, actor.spec.loss.head)
+        finally:
+            handle.remove()
+        if actor.spec.loss.head != "naive":
+            # Its output layer runs within the model's forward where parameters are sharded.
+            output_made(logps)
+        loss = grpo_loss(logps, microbatch, actor.spec.loss, actor.spec.batch.accumulation)
+        del logps
+    middle = edges.clock()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return middle - began - edges.skipped_ns, edges.clock() - middle
+
+
+def _leading(output: Any) -> Any:
+    return output if isinstance(output, Tensor) else getattr(output, "logits", None)
 
 
 @contextmanager
-def _replayed(bindings: list[RegionBinding], edges: _Edges) -> Iterator[None]:
+def _standing_in(regions: tuple[OuterRegion, ...], edges: _Edges) -> Iterator[None]:
     """Every region's forward goes through ``edges`` inside the block."""
     try:
-        for binding in bindings:
-            forward = binding.module.forward
+        for region in regions:
+            forward = region.module.forward
 
-            def run(*args: Any, binding: RegionBinding = binding, forward: Any = forward, **kwargs: Any) -> Any:
-                return edges.run(binding, forward, args, kwargs)
+            def run(*args: Any, region: OuterRegion = region, forward: Any = forward, **kwargs: Any) -> Any:
+                return edges.run(region, forward, args, kwargs)
 
-            binding.module.__dict__["forward"] = run
+            region.module.__dict__["forward"] = run
         yield
     finally:
-        for binding in bindings:
-            binding.module.__dict__.pop("forward", None)
+        for region in regions:
+            region.module.__dict__.pop("forward", None)
 
 
-def _parameters_and_buffers(model: nn.Module) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
+def _head_parameters(
+    model: nn.Module, regions: tuple[OuterRegion, ...], sharding: Sharding | None
+) -> list[nn.Parameter]:
+    """Trainable parameters whose gradients are reduced once the head's backward is over."""
+    if sharding is None or sharding.tied:
+        return []
+    inside = {id(p) for region in regions for p in region.module.parameters()}
+    inside |= untied_embeddings(model)
+    return [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
 
 
-def _state(model: nn.Module) -> list[torch.Tensor]:
-    return [*_parameters_and_buffers(model), *(p.grad for p in model.parameters() if p.grad is not None)]
+def _state(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def _gradient_bytes(modules: Any) -> int:
-    return sum(
-        p.numel() * p.element_size() for module in modules for p in module.parameters() if p.requires_grad
-    )
+def _first(result: Any) -> Tensor:
+    tensor = next(leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor))
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

@@ -1,307 +1,235 @@
-"""ModelSpec -> Trace: capture, profile and calibrate one actor on the device of the run."""
+"""ModelSpec -> Trace: capture, profile and calibrate one actor, on the device of the run or for one not here."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
-from dataclasses import dataclass
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hilore.planner.actor import Actor, build_actor, microbatch_of, policy_loss
-from hilore.planner.capture import Capture, UnitGraph, capture
-from hilore.planner.head import policy_logps
-from hilore.planner.instrument import measure_checkpointed, measure_held, measure_keep_set
-from hilore.planner.keepsets import split_unit, worthwhile_sets
-from hilore.planner.liveness import dead_in_late_stage, running_units
-from hilore.planner.microbatch import Microbatch
-from hilore.planner.outside import OutsideBytes, measure_fixed, measure_outside
-from hilore.planner.prior import calibration_from_prior, prior_codecs
-from hilore.planner.profile import LOUD_SPREAD, RegionTimes, Timing, codec_costs, device_clock, time_region
-from hilore.planner.regionrun import RegionRunner, Split, attention_wrapped, region_inputs
+from hilore.planner.capture import Capture, capture
+from hilore.planner.classtrace import Progress, Setting, trace_class
+from hilore.planner.estimate import Bench, Target, bench_for, kernels, target_of
+from hilore.planner.fixed import measure_fixed
+from hilore.planner.microbatch import Microbatch, synthetic_microbatch
+from hilore.planner.outside import OuterRegion, OutsideCosts, measure_outside
+from hilore.planner.prior import calibration_from_prior
+from hilore.planner.profile import LOUD_SPREAD, Timing
+from hilore.planner.sharding import Sharding, sharding_of
+from hilore.planner.shardtrace import fingerprint_model, shard_bucket, shard_module, sharding_notes
 from hilore.planner.spec import spec_as_dict
 from hilore.planner.spec_types import ModelSpec
-from hilore.planner.trace import (
-    TRACE_VERSION,
-    Bucket,
-    CodecCost,
-    Fixed,
-    KeepSet,
-    Outside,
-    RegionClass,
-    RegionTrace,
-    Trace,
-    UnitTrace,
-)
-from hilore.runtime.errors import InternalError, UnsupportedModelError
+from hilore.planner.trace import TRACE_VERSION, Bucket, Fixed, Outside, RegionClass, RegionTrace, Trace
 from hilore.runtime.fingerprint import base_model, model_fingerprint
 from hilore.runtime.naming import canonical_modules
-from hilore.runtime.region import ATTENTION
 
-Progress = Callable[[str, int, int], None]
 STEP_REPEATS = 3
 
 
 def trace_spec(spec: ModelSpec, progress: Progress | None = None) -> Trace:
-    """Capture, profile and calibrate as the file says.
+    """Capture, profile and calibrate as the file says; estimate times where the card that it names is not here.
 
-    Raises UnsupportedModelError where the device is not here or the model cannot be captured, SourceError where the
-    model cannot be loaded.
+    An estimate reads no weights and allocates none. Raises UnknownGpuError and UnsupportedModelError where there is
+    nothing to plan for or the model cannot be captured, SourceError where the model cannot be loaded.
     """
     tell = progress or (lambda _label, _done, _total: None)
-    device = _device(spec)
+    target = target_of(spec)
     tell("build the actor", 0, 1)
-    actor = build_actor(spec, device=device)
-    fake = build_actor(spec, device=device, fake=True)
+    fake = build_actor(spec, device=target.device, fake=True)
+    bench = bench_for(target, spec, fake)
     tell("build the actor", 1, 1)
-    gradients_exist = spec.batch.accumulation > 1
-    other_bytes = spec.resident.other_mib * 2**20
-    fixed, optimizer_bytes = measure_fixed(fake, gradients_exist=gradients_exist, other_bytes=other_bytes)
-    if spec.resident.reference:
-        fixed = _with_reference(fixed, actor.model)
-    buckets, notes, spreads = [], [], [0.0]
-    for tokens in spec.batch.length_buckets:
-        bucket, found, spread = _bucket(actor, fake, tokens, optimizer_bytes, gradients_exist, tell)
-        buckets.append(bucket)
-        notes += [note for note in found if note not in notes]
-        spreads.append(spread)
-    if max(spreads) > LOUD_SPREAD:
-        notes.append(
-            f"times spread by {max(spreads):.0%} of their median (interquartile range): the machine was busy; trace "
-            "again when it is quiet"
-        )
+    with _little_to_collect():
+        run = _captured(spec, target, bench, fake, tell)
+        gc.freeze()
+        found = [_bucket(run, tokens) for tokens in spec.batch.length_buckets]
+        fixed = _fixed(run)
+    buckets = tuple(replace(bucket, outside=replace(bucket.outside, optimizer_bytes=fixed[1])) for bucket, _ in found)
+    spread = max(spread for _, spread in found)
     return Trace(
         trace_version=TRACE_VERSION,
         name=spec.name,
         spec=spec_as_dict(spec),
-        fingerprint=_fingerprint(actor, spec),
-        device=str(device),
-        estimated=False,
-        card_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0,
-        fixed=fixed,
-        buckets=tuple(buckets),
+        fingerprint=_fingerprint(fake, target),
+        device=target.label,
+        estimated=target.estimated,
+        card_bytes=target.card_bytes,
+        fixed=fixed[0],
+        buckets=buckets,
         calibration=calibration_from_prior(spec, buckets[-1]),
-        time_spread=max(spreads),
-        notes=tuple(notes),
-        versions={k: v for k, v in model_fingerprint(actor.model).items() if k.endswith("_patch")},
+        time_spread=spread,
+        notes=_notes(run, spread),
+        versions={k: v for k, v in model_fingerprint(fake.model).items() if k.endswith("_patch")},
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
 
 
-def _device(spec: ModelSpec) -> torch.device:
-    if spec.device.kind == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedModelError(
-            "device.kind is cuda and no CUDA device is here; trace on the machine that will train, or set device: "
-            "{kind: cpu}",
-            unit="device",
-        )
-    return torch.device(spec.device.kind)
-
-
 @dataclass(frozen=True, slots=True)
-class _Setting:
-    """One bucket's actor, real and fake, with its microbatches and what capture found."""
+class _Run:
+    """What all length buckets share: one capture of the largest serves them all, since liveness has no lengths."""
 
-    actor: Actor
+    spec: ModelSpec
+    target: Target
+    bench: Bench
     fake: Actor
-    microbatch: Microbatch
-    fake_microbatch: Microbatch
     captured: Capture
-    modules: dict[str, nn.Module]
-    fake_modules: dict[str, nn.Module]
-    gradients_exist: bool
+    regions: tuple[OuterRegion, ...]
+    sharding: Sharding | None
+    tell: Progress
+
+    @property
+    def accumulates(self) -> bool:
+        return self.spec.batch.accumulation > 1
 
 
-def _bucket(
-    actor: Actor, fake: Actor, tokens: int, optimizer_bytes: int, gradients_exist: bool, tell: Progress
-) -> tuple[Bucket, tuple[str, ...], float]:
-    microbatch = microbatch_of(actor, tokens)
-    fake_microbatch = microbatch_of(fake, tokens)
-    label = f"{tokens} tokens"
-    tell(f"{label}: capture", 0, 1)
+def _captured(spec: ModelSpec, target: Target, bench: Bench, fake: Actor, tell: Progress) -> _Run:
+    tokens = spec.batch.length_buckets[-1]
+    tell(f"{tokens} tokens: capture", 0, 1)
+    microbatch = _fake_microbatch(fake, tokens)
     with fake.faked(), fake.autocast():
-        inputs = {"input_ids": fake_microbatch.input_ids, "attention_mask": fake_microbatch.attention_mask}
-        captured = capture(fake.model, inputs, region_grain=fake.spec.region_grain)
-    tell(f"{label}: capture", 1, 1)
-    setting = _Setting(
-        actor,
-        fake,
-        microbatch,
-        fake_microbatch,
-        captured,
-        canonical_modules(actor.model),
-        canonical_modules(fake.model),
-        gradients_exist,
-    )
-    found = [_region_class(setting, index, tell, label) for index in range(len(captured.classes))]
-    classes = tuple(region_class for region_class, _ in found)
-    regions = tuple(RegionTrace(region.name, region.class_index) for region in captured.regions)
-    outside = measure_outside(
-        fake,
-        fake_microbatch,
-        {region.name: setting.fake_modules[region.name] for region in captured.regions},
+        inputs = {"input_ids": microbatch.input_ids, "attention_mask": microbatch.attention_mask}
+        captured = capture(fake.model, inputs, region_grain=spec.region_grain)
+    tell(f"{tokens} tokens: capture", 1, 1)
+    modules = canonical_modules(fake.model)
+    regions = tuple(OuterRegion(region.name, modules[region.name], region.class_index) for region in captured.regions)
+    sharding = sharding_of(spec, fake.model, {region.name: region.module for region in regions})
+    return _Run(spec, target, bench, fake, captured, regions, sharding, tell)
+
+
+def _bucket(run: _Run, tokens: int) -> tuple[Bucket, float]:
+    fake_microbatch = _fake_microbatch(run.fake, tokens)
+    microbatch = fake_microbatch if run.bench.estimated else microbatch_of(run.bench.actor, tokens)
+    gradients_exist = run.accumulates and run.sharding is None
+    setting = Setting(
+        target=run.target,
+        bench=run.bench,
+        fake=run.fake,
+        microbatch=microbatch,
+        fake_microbatch=fake_microbatch,
+        captured=run.captured,
         gradients_exist=gradients_exist,
+        tell=run.tell,
+        label=f"{tokens} tokens",
     )
-    tell(f"{label}: whole step", 0, 1)
-    times = _outside_times(setting, classes, regions, outside, optimizer_bytes)
-    tell(f"{label}: whole step", 1, 1)
-    bucket = Bucket(tokens, microbatch.input_ids.shape[0], classes, regions, times)
-    return bucket, captured.notes, max(spread for _, spread in found)
+    found = [trace_class(setting, index) for index in range(len(run.captured.classes))]
+    classes = tuple(region_class for region_class, _ in found)
+    regions = tuple(RegionTrace(region.name, region.class_index) for region in run.captured.regions)
+    run.tell(f"{setting.label}: whole step", 0, 1)
+    outside = _outside(run, setting, classes)
+    run.tell(f"{setting.label}: whole step", 1, 1)
+    bucket = Bucket(tokens, fake_microbatch.rows, classes, regions, outside)
+    if run.sharding is not None:
+        bucket = shard_bucket(run.sharding, bucket, gpu=run.target.gpu, accumulates=run.accumulates)
+    return bucket, max(spread for _, spread in found)
 
 
-def _region_class(setting: _Setting, index: int, tell: Progress, label: str) -> tuple[RegionClass, float]:
-    graph = setting.captured.classes[index]
-    members = [region.name for region in setting.captured.regions if region.class_index == index]
-    representative = members[0]
-    named = f"{label}: {representative}"
-    runner = _runner(setting, representative, graph.units, fake=False)
-    _, dead = running_units(graph.units, frozenset(unit.name for unit in graph.units if unit.keepable))
-    clock = device_clock(setting.actor.device)
-    tell(f"{named}: times", 0, 1)
-    all_but_dead = frozenset(running_units(graph.units, frozenset())[1])
-    with attention_wrapped(base_model(setting.actor.model)), setting.actor.autocast():
-        times = time_region(runner, all_but_dead | frozenset(dead), clock, split_at=split_unit(graph.units))
-        costs = {
-            unit.name: codec_costs(times.outputs[unit.name], prior_codecs(unit.kind, setting.actor.spec.codecs), clock)
-            for unit in graph.units
-            if unit.keepable and unit.name in times.outputs
-        }
-    tell(f"{named}: times", 1, 1)
-    return _measured_class(setting, representative, graph.units, times, costs, tell, named), times.spread
+def _outside(run: _Run, setting: Setting, classes: tuple[RegionClass, ...]) -> Outside:
+    """Bytes from a step of the fake actor; times from its clock, or from real steps less what is inside of regions."""
+    with kernels(run.target), run.bench.running() if run.bench.estimated else run.fake.faked():
+        costs = measure_outside(
+            run.fake,
+            setting.fake_microbatch,
+            run.regions,
+            gradients_exist=run.accumulates,
+            sharding=run.sharding,
+            clock=run.bench.clock if run.bench.estimated else None,
+        )
+    if not run.bench.estimated:
+        forward, backward = _time_step(run.bench, setting.microbatch)
+        forward -= sum(classes[region.class_index].forward_ns for region in run.captured.regions)
+        backward -= sum(classes[region.class_index].backward_ns for region in run.captured.regions)
+        costs = replace(costs, forward_ns=max(forward, 0), backward_ns=max(backward, 0))
+    return _as_outside(costs)
 
 
-def _measured_class(
-    setting: _Setting,
-    representative: str,
-    units: tuple[UnitGraph, ...],
-    times: RegionTimes,
-    costs: dict[str, tuple[CodecCost, ...]],
-    tell: Progress,
-    named: str,
-) -> RegionClass:
-    exact = {unit.name: _nbytes(times.outputs[unit.name]) for unit in units}
-    payload = {name: min([cost.payload_bytes for cost in costs.get(name, ())] or [exact[name]]) for name in exact}
-    keepable = frozenset(unit.name for unit in units if unit.keepable)
-    sets = worthwhile_sets(units, times.run_ns, (exact, payload), keepable)
-    runner = _runner(setting, representative, units, fake=True)
-    split_at = split_unit(units)
-    # Without attention kept, the second stage of a split replay would run it again.
-    attention = {unit.name for unit in units if unit.kind == ATTENTION and unit.keepable}
-    wanted = [(kept, False) for kept in sets]
-    wanted += [(kept, True) for kept in sets if split_at and (not kept or attention <= set(kept))]
-    measured: list[KeepSet] = []
-    with setting.fake.faked(), setting.fake.autocast(), attention_wrapped(base_model(setting.fake.model)):
-        held = measure_held(runner, gradients_exist=setting.gradients_exist)
-        checkpointed = measure_checkpointed(runner, gradients_exist=setting.gradients_exist)
-        for done, (kept, is_split) in enumerate(wanted):
-            tell(f"{named}: memory", done, len(wanted))
-            dead = running_units(units, frozenset(kept))[1]
-            split = Split(split_at, dead_in_late_stage(units, kept, split_at)) if is_split else None
-            found = measure_keep_set(runner, kept, dead, gradients_exist=setting.gradients_exist, split=split)
-            measured.append(found.as_keep_set(kept, split=is_split))
-        tell(f"{named}: memory", len(wanted), len(wanted))
-    nothing = next(found for found in measured if not found.kept)
-    alone = {found.kept[0]: found for found in measured if len(found.kept) == 1 and not found.split}
-    return RegionClass(
-        name=representative,
-        units=tuple(
-            UnitTrace(
-                name=unit.name,
-                kind=unit.kind,
-                run_ns=times.run_ns[unit.name],
-                output_bytes=exact[unit.name],
-                rest_bytes=max(alone[unit.name].retained_bytes - nothing.retained_bytes - exact[unit.name], 0)
-                if unit.name in alone
-                else 0,
-                feeds=unit.feeds,
-                feeds_saved=unit.feeds_saved,
-                saves_inputs=unit.saves_inputs,
-                saves_own=unit.saves_own,
-                keepable=unit.keepable,
-                reason=unit.reason,
-                codecs=costs.get(unit.name, ()),
-            )
-            for unit in units
-        ),
-        keep_sets=tuple(measured),
-        hold=held.as_keep_set(tuple(unit.name for unit in units)),
-        gc=checkpointed.as_keep_set(()),
-        forward_ns=times.forward_ns,
-        backward_ns=times.backward_ns,
-        replay_fixed_ns=times.replay_fixed_ns,
-        gc_replay_ns=times.gc_replay_ns,
-        gradient_bytes=0 if setting.gradients_exist else held.gradient_bytes,
-        split_at=split_at,
-        early_fixed_ns=times.early_fixed_ns,
-    )
-
-
-def _runner(setting: _Setting, name: str, units: tuple[UnitGraph, ...], *, fake: bool) -> RegionRunner:
-    actor, modules = (setting.fake, setting.fake_modules) if fake else (setting.actor, setting.modules)
-    microbatch = setting.fake_microbatch if fake else setting.microbatch
-    with actor.faked(), actor.autocast():
-        inputs = region_inputs(
-            lambda: policy_logps(actor.model, microbatch, actor.spec.loss.head), modules, [name]
-        )[name]
-    found = {}
-    for unit in units:
-        path, _, function = f"{name}.{unit.name}".partition(":")
-        if path not in modules:
-            raise InternalError(f"{name}: captured unit {unit.name} is no module of the model")
-        found[unit.name] = (function or unit.kind, modules[path])
-    return RegionRunner.of(name, modules[name], inputs, found)
-
-
-def _outside_times(
-    setting: _Setting,
-    classes: tuple[RegionClass, ...],
-    regions: tuple[RegionTrace, ...],
-    outside: OutsideBytes,
-    optimizer_bytes: int,
-) -> Outside:
-    forward, backward = _time_step(setting)
-    inside_forward = sum(classes[region.class_index].forward_ns for region in regions)
-    inside_backward = sum(classes[region.class_index].backward_ns for region in regions)
+def _as_outside(costs: OutsideCosts) -> Outside:
     return Outside(
-        before_bytes=outside.before_bytes,
-        head_bytes=outside.head_bytes,
-        head_left_bytes=outside.head_left_bytes,
-        tail_bytes=outside.tail_bytes,
-        optimizer_bytes=optimizer_bytes,
-        forward_ns=max(forward - inside_forward, 0),
-        backward_ns=max(backward - inside_backward, 0),
+        before_bytes=costs.before_bytes,
+        head_bytes=costs.head_bytes,
+        head_left_bytes=costs.head_left_bytes,
+        tail_bytes=costs.tail_bytes,
+        optimizer_bytes=0,
+        forward_ns=costs.forward_ns,
+        backward_ns=costs.backward_ns,
         optimizer_ns=0,
     )
 
 
-def _time_step(setting: _Setting) -> tuple[int, int]:
+def _time_step(bench: Bench, microbatch: Microbatch) -> tuple[int, int]:
     """Median forward (with head and loss) and backward of one microbatch without checkpointing."""
-    clock = device_clock(setting.actor.device)
     forwards, backwards = [], []
     for turn in range(1 + STEP_REPEATS):
-        began = clock()
-        loss = policy_loss(setting.actor, setting.microbatch)
-        middle = clock()
+        began = bench.clock()
+        loss = policy_loss(bench.actor, microbatch)
+        middle = bench.clock()
         loss.backward()  # type: ignore[no-untyped-call]
         if turn:
             forwards.append(middle - began)
-            backwards.append(clock() - middle)
-    for parameter in setting.actor.model.parameters():
+            backwards.append(bench.clock() - middle)
+    for parameter in bench.actor.model.parameters():
         parameter.grad = None
     return Timing.of(forwards).median_ns, Timing.of(backwards).median_ns
 
 
-def _with_reference(fixed: Fixed, model: nn.Module) -> Fixed:
-    frozen = sum(_nbytes(p) for p in model.parameters() if not p.requires_grad) or fixed.parameter_bytes
-    return Fixed(
-        fixed.parameter_bytes, fixed.gradient_bytes, fixed.optimizer_state_bytes, fixed.other_bytes + frozen
+def _fixed(run: _Run) -> tuple[Fixed, int]:
+    """What is live during the whole update, and the optimizer step's working set beside it."""
+    state: nn.Module = run.fake.model
+    region_gradients = sum(
+        p.numel() * p.element_size() for r in run.regions for p in r.module.parameters() if p.requires_grad
     )
+    if run.sharding is not None:
+        state = shard_module(run.fake)
+        region_gradients = sum(group.reduced for group in run.sharding.regions.values())
+    fixed, working = measure_fixed(
+        run.fake,
+        state,
+        region_gradients,
+        gradients_exist=run.accumulates,
+        other_bytes=run.spec.resident.other_mib * 2**20 + run.target.workspace_bytes,
+    )
+    if run.spec.resident.reference:
+        copy = sum(_nbytes(p) for p in state.parameters() if not p.requires_grad) or fixed.parameter_bytes
+        fixed = replace(fixed, other_bytes=fixed.other_bytes + copy)
+    return fixed, working
 
 
-def _fingerprint(actor: Actor, spec: ModelSpec) -> dict[str, object]:
-    embeddings_grad = hasattr(base_model(actor.model), "enable_input_require_grads")
-    return model_fingerprint(actor.model) | {
+def _fake_microbatch(fake: Actor, tokens: int) -> Microbatch:
+    """A microbatch without data; its reference log-probabilities need no forward."""
+    config = getattr(base_model(fake.model), "config", None)
+    with fake.faked():
+        microbatch = synthetic_microbatch(
+            fake.spec, tokens, device=fake.device, vocabulary=getattr(config, "vocab_size", None)
+        )
+        if not fake.spec.loss.beta:
+            return microbatch
+        shape = microbatch.completion_mask.shape
+        return replace(microbatch, ref_logps=torch.empty(shape, dtype=torch.float32, device=fake.device))
+
+
+def _notes(run: _Run, spread: float) -> tuple[str, ...]:
+    notes = [*run.captured.notes, *run.target.notes]
+    if run.sharding is not None:
+        notes += sharding_notes(run.sharding, run.spec, run.target.gpu)
+    if spread > LOUD_SPREAD:
+        notes.append(
+            f"times spread by {spread:.0%} of their median (interquartile range): the machine was busy; trace again "
+            "when it is quiet"
+        )
+    return tuple(notes)
+
+
+def _fingerprint(fake: Actor, target: Target) -> dict[str, object]:
+    spec = fake.spec
+    embeddings_grad = hasattr(base_model(fake.model), "enable_input_require_grads")
+    gpu = "cpu"
+    if spec.device.kind == "cuda":
+        named = target.gpu.reported_names[0] if target.gpu is not None else ""
+        gpu = named if target.estimated else torch.cuda.get_device_name()
+    return fingerprint_model(fake) | {
         "layout": spec.batch.layout,
         "rows": spec.batch.microbatch,
         "region_grain": spec.region_grain,
@@ -309,9 +237,20 @@ def _fingerprint(actor: Actor, spec: ModelSpec) -> dict[str, object]:
         "world_size": spec.parallel.world_size,
         "head": spec.loss.head,
         "first_input_requires_grad": embeddings_grad,
-        "gpu": torch.cuda.get_device_name() if spec.device.kind == "cuda" else "cpu",
+        "gpu": gpu,
     }
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+@contextmanager
+def _little_to_collect() -> Iterator[None]:
+    """What is alive now is left out of garbage collections inside: each measurement makes one, and models are large."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _nbytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()

@@ -1,0 +1,124 @@
+"""Where times come from: the device that is here, or the roofline of a card that is not.
+
+Both ways run the same regions with the same code; they differ in whose tensors run (real or fake) and in the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hilore.planner.actor import Actor, build_actor
+from hilore.planner.cudakernels import NOTE as KERNEL_NOTE
+from hilore.planner.cudakernels import cuda_attention
+from hilore.planner.devices import gpu_named, gpu_names, gpu_reported_as
+from hilore.planner.gpu import Gpu
+from hilore.planner.profile import REPEATS, WARM_UP, Clock, codec_costs, device_clock
+from hilore.planner.roofline import RooflineClock, estimated_codec_costs
+from hilore.planner.spec_types import ModelSpec
+from hilore.planner.trace import CodecCost
+from hilore.runtime.errors import UnsupportedModelError
+
+# One cuBLAS handle of the thread that runs forward, one of autograd's.
+_CUBLAS_HANDLES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a trace is for. ``device``: where tensors of the run live (the fake ones of an estimate on the CPU).
+    ``gpu``: the card's entry in the table, None for the CPU and for a card that is here but not in it."""
+
+    device: torch.device
+    gpu: Gpu | None
+    estimated: bool
+    label: str
+    card_bytes: int
+    workspace_bytes: int
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if not self.estimated or self.gpu is None:
+            return ()
+        return (
+            f"times are estimated from the table of GPUs ({self.gpu.name}: {self.gpu.source}): not measured; time of "
+            "the CPU that launches kernels is not in them",
+            KERNEL_NOTE,
+            f"other memory has {self.workspace_bytes / 2**20:.3g} MiB of cuBLAS workspace (PyTorch's default on this "
+            f"card, {_CUBLAS_HANDLES} handles)",
+            *(f"{self.gpu.name}: {note}" for note in self.gpu.notes),
+        )
+
+
+def target_of(spec: ModelSpec) -> Target:
+    """The device of the run where it is the one that model.yaml names, else an estimate for that card.
+
+    Raises UnknownGpuError for a card that the table does not have, UnsupportedModelError where model.yaml names none
+    and none is here.
+    """
+    where = f"{spec.path}: device.gpu" if spec.path else "device.gpu"
+    if spec.device.kind == "cpu":
+        return Target(torch.device("cpu"), None, False, "cpu", 0, 0)
+    named = gpu_named(spec.device.gpu, where=where) if spec.device.gpu else None
+    if torch.cuda.is_available():
+        here = torch.cuda.get_device_name()
+        if named is None or here in named.reported_names:
+            device = torch.device("cuda")
+            total = torch.cuda.get_device_properties(device).total_memory
+            return Target(device, named or gpu_reported_as(here), False, "cuda", total, 0)
+    if named is None:
+        raise UnsupportedModelError(
+            f"{where} is empty and no CUDA device is here; trace on the machine that will train, name the card to plan "
+            f"for ({', '.join(gpu_names())}), or set device: {{kind: cpu}}",
+            unit="device",
+        )
+    workspace = named.cublas_workspace_bytes * _CUBLAS_HANDLES
+    return Target(torch.device("cpu"), named, True, named.name, named.memory_bytes, workspace)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What times are taken with: the actor whose tensors run, and a clock that sees them."""
+
+    actor: Actor
+    clock: Clock
+    warm_up_runs: int
+    repeats: int
+    gpu: Gpu | None
+
+    @property
+    def estimated(self) -> bool:
+        return isinstance(self.clock, RooflineClock)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Operators inside the block run on the actor's tensors and count on the clock."""
+        counting = self.clock if isinstance(self.clock, RooflineClock) else contextlib.nullcontext()
+        with self.actor.faked(), self.actor.autocast(), counting:
+            yield
+
+    def codec_costs(self, output: Tensor, names: Iterable[str]) -> tuple[CodecCost, ...]:
+        """Times and payload of each codec for one unit's output."""
+        if self.estimated and self.gpu is not None:
+            return estimated_codec_costs(self.gpu, output, names)
+        return codec_costs(output, names, self.clock)
+
+
+def bench_for(target: Target, spec: ModelSpec, fake: Actor) -> Bench:
+    """The fake actor on the roofline's clock where the target is not here, else a real one on the device's.
+
+    Weights are read and allocated for the real one alone.
+    """
+    if target.estimated and target.gpu is not None:
+        return Bench(fake, RooflineClock(target.gpu), 0, 1, target.gpu)
+    actor = build_actor(spec, device=target.device)
+    return Bench(actor, device_clock(target.device), WARM_UP, REPEATS, target.gpu)
+
+
+def kernels(target: Target) -> AbstractContextManager[None]:
+    """Kernels of the target where fake tensors would take others."""
+    return cuda_attention() if target.estimated else contextlib.nullcontext()

@@ -1,0 +1,135 @@
+"""FSDP2 outside of regions, acted out: empty tensors of the right sizes at the right moments of a fake step.
+
+The head's peak depends on the order of events (the logits' gradient meets the gathered lm_head, or not), so it is not
+summed up but run: a meter of live storages sees these tensors among those of the model. planner/sharding.py says what
+is gathered when, and has the sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hilore.planner.sharding import GroupBytes, Sharding
+
+
+class OutsideGathers:
+    """Call the methods in order while a step runs. Without a sharding nothing is ever held.
+
+    ``accumulates``: gradients exist before the step, so that a reduced one is added to them and does not stay.
+    """
+
+    def __init__(self, sharding: Sharding | None, device: torch.device, *, accumulates: bool) -> None:
+        self._sharding = sharding
+        self._accumulates = accumulates
+        self._device = device
+        self._held: dict[str, Tensor] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that this object holds now."""
+        return sum(tensor.numel() for tensor in self._held.values())
+
+    def begin(self) -> None:
+        """The forward begins: the first group is gathered."""
+        if self._sharding is not None:
+            self._gather(self._sharding.first, "flat", "first")
+
+    def enter_regions(self) -> None:
+        """Before the first region: embeddings of their own are resharded."""
+        if self._sharding is not None and not self._sharding.tied and self._sharding.reshard:
+            self._drop("first")
+
+    def leave_regions(self) -> None:
+        """After the last region: its flat buffer is still there while an untied head is gathered."""
+        if self._sharding is None:
+            return
+        self._drop("flat")
+        self._hold("flat", self._sharding.flat(self._last_region()))
+        if not self._sharding.tied:
+            self._gather(self._sharding.last, "next", "last")
+            self._drop("flat")
+
+    def forward_done(self) -> None:
+        """The model's forward is over: its last flat buffer goes."""
+        self._drop("flat")
+        self._drop("next")
+
+    def loss_done(self) -> None:
+        """The loss's gradient has reached the model's output: the last region's gather is prefetched."""
+        if self._sharding is not None and self._sharding.reshard:
+            group = self._last_region()
+            self._hold("cast", group.cast)
+            self._hold("prefetched", self._sharding.flat(group))
+            self._drop("cast")
+
+    def head_done(self, parameters: Iterable[Tensor]) -> int:
+        """The head's backward is over: an untied head is resharded and its gradients (of ``parameters``) reduced.
+
+        Returns the bytes held for the last region's backward, which are that region's own.
+        """
+        if self._sharding is None:
+            return 0
+        if not self._sharding.tied:
+            self._drop("last")
+            self._reduce(self._sharding.last, parameters)
+        return self._size("prefetched") + self._size("reducing")
+
+    def tail_begins(self) -> None:
+        """The first region's backward is over; its gradients are still being reduced."""
+        if self._sharding is None:
+            return
+        self._drop("prefetched")
+        self._drop("reducing")
+        self._hold("reducing", next(iter(self._sharding.regions.values())).reduce_input)
+        if not self._sharding.tied and self._sharding.reshard:
+            self._hold("flat", self._sharding.flat(self._sharding.first))
+            if self._sharding.first.gradients:
+                self._hold("first", self._sharding.first.gathered)
+
+    def step_done(self, parameters: Iterable[Tensor]) -> None:
+        """Backward is over: the first group is resharded and its gradients (of ``parameters``) are reduced."""
+        if self._sharding is None:
+            return
+        for name in ("flat", "first", "reducing"):
+            self._drop(name)
+        self._reduce(self._sharding.first, parameters)
+        self._held.clear()
+
+    def _last_region(self) -> GroupBytes:
+        assert self._sharding is not None
+        return list(self._sharding.regions.values())[-1]
+
+    def _gather(self, group: GroupBytes, flat: str, whole: str) -> None:
+        assert self._sharding is not None
+        self._hold("cast", group.cast)
+        self._hold(flat, self._sharding.flat(group))
+        self._drop("cast")
+        self._hold(whole, group.gathered)
+
+    def _reduce(self, group: GroupBytes, parameters: Iterable[Tensor]) -> None:
+        """Unsharded gradients give way to the rank's part; the reduce-scatter's input stays for now."""
+        if not group.gradients:
+            return
+        self._hold("reducing", group.reduce_input)
+        for parameter in parameters:
+            parameter.grad = None
+        self._hold("reduced", group.reduce_output)
+        if group.recast:
+            self._hold("recast", group.recast)
+            self._drop("reduced")
+        if self._accumulates:
+            self._drop("reduced")
+            self._drop("recast")
+
+    def _hold(self, name: str, nbytes: int) -> None:
+        if nbytes:
+            self._held[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _drop(self, name: str) -> None:
+        self._held.pop(name, None)
+
+    def _size(self, name: str) -> int:
+        return self._held[name].numel() if name in self._held else 0
