@@ -10,9 +10,13 @@ from tests.plans import assert_same_step, attach_plan, gradients, plan_for, unit
 
 
 def test_a_derivation_found_while_k_and_v_are_equal_is_not_trusted_later() -> None:
-    """With padding sdpa saves k and v with their heads repeated; with zero weights either would do for both."""
+    """With padding sdpa saves k and v with their heads repeated; with zero weights either would do for both.
+
+    Two tokens: at later positions the rotation gives k a zero of the other sign.
+    """
     model = models.qwen2_tiny()
-    batch = models.microbatch_for(model)
+    batch = models.microbatch_for(model, tokens=2)
+    batch.attention_mask[1, 0] = 0
     units_of(model, batch)
     runtime = attach_plan(model, plan_for(model, {"self_attn:attention": "H"}))
     weights = [p for name, p in model.named_parameters() if "k_proj" in name or "v_proj" in name]
