@@ -10,6 +10,7 @@ from torch import nn
 from hilore.runtime.bind import (
     BindReport,
     bind_regions,
+    checkpointable_names,
     refuse_attached,
     refuse_foreign_hooks,
     refuse_unsupported,
@@ -72,6 +73,8 @@ def _bind(
     refuse_attached(model)
     refuse_unsupported(model)
     found = model_fingerprint(model)
+    if checkpointable_names(model):
+        found["region_grain"] = "layer"  # what installing on Hugging Face's own switch gives
     lines = [line for plan in plans.plans for line in check_fingerprint(plan.fingerprint, found, accept)]
     return bind_regions(model, first), tuple(dict.fromkeys(lines))
 

@@ -58,8 +58,8 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
         kind = str(parameter.dtype).removeprefix("torch.")
         dtypes[kind + (" trainable" if parameter.requires_grad else "")] += 1
         if parameter.requires_grad:
-            trainable.append(f"{full.rpartition('base_model.model.')[2]} {tuple(parameter.shape)}")
-    fields: dict[str, Any] = {"architecture": type(base).__name__}
+            trainable.append(f"{name} {tuple(parameter.shape)}")
+    fields: dict[str, Any] = {"architecture": _class_name(base)}
     for field, attribute in _SIZE_FIELDS.items():
         fields[field] = getattr(config, attribute, None)
     fields |= {
@@ -114,6 +114,12 @@ def base_model(model: nn.Module) -> nn.Module:
     names = canonical_names(model)
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     return modules[[full for full, name in names.items() if name == ""][-1]]
+
+
+def _class_name(module: nn.Module) -> str:
+    """The class that the model was made as: FSDP2 gives each module a subclass of its own."""
+    made_as = (cls for cls in type(module).__mro__ if not any(base.__name__ == "FSDPModule" for base in cls.__mro__))
+    return next(made_as).__name__
 
 
 def _is_adapter(full_name: str) -> bool:

@@ -41,6 +41,7 @@ class Microbatch:
         self.exact_exposure: float | None = None
         self.choice: Choice | None = None
         self.fallback = ""
+        self._tokens = self._rows = 0
         self.regions_run = 0
 
     def __enter__(self) -> Microbatch:
@@ -62,9 +63,11 @@ class Microbatch:
         runtime.stats.steps.append(self._step())
 
     def resolve(self, tokens: int, rows: int) -> Choice:
-        """The choice of this microbatch; made once, when its first region runs."""
-        if self.choice is None:
-            self.choice, self.fallback = self._runtime.choose(self.exposure, tokens, rows)
+        """The choice of this microbatch: made when its first region runs, and again for a larger forward after it."""
+        if self.choice is None or tokens > self._tokens or rows > self._rows:
+            exposure = max(self.exposure, self.exact_exposure or 0.0)
+            self.choice, self.fallback = self._runtime.choose(exposure, tokens, rows)
+            self._tokens, self._rows = tokens, rows
         return self.choice
 
     def confirm(self, logps: torch.Tensor) -> float:
