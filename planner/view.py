@@ -188,7 +188,7 @@ def _class_table(bucket: Bucket, index: int) -> Table:
     table.add_column("output MiB", justify="right")
     table.add_column("rest MiB", justify="right")
     table.add_column("run ms", justify="right")
-    table.add_column("in GC")
+    table.add_column("in a replay")
     table.add_column("keepable")
     table.add_column("codecs (MiB)")
     running = replayed_units(region_class.units, ())
