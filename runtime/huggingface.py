@@ -137,7 +137,7 @@ class CheckpointingSwitch:
         self.set_plain(enable)
         if enable:
             self._runtime.place_checkpoints()
-        self._runtime.enabled = enable
+        self._runtime.switched(enable)
 
     def set_plain(self, enable: bool) -> None:
         """The model's own switch, with plain non-reentrant checkpointing."""

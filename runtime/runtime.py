@@ -77,13 +77,19 @@ class Runtime:
         """Turn the plan on, as gradient checkpointing is turned on."""
         for switch in self._switches:
             switch(enable=True)
-        self.enabled = True
+        self.switched(True)
 
     def disable(self) -> None:
         """Turn the plan off: the model then keeps all its activations."""
         for switch in self._switches:
             switch(enable=False)
-        self.enabled = False
+        self.switched(False)
+
+    def switched(self, enabled: bool) -> None:
+        """Note that the plan was turned on or off. Off forgets a forward that died half-way."""
+        self.enabled = enabled
+        if not enabled:
+            self.reset()
 
     def detach(self) -> None:
         """Restore the model. Frames in flight keep working."""
