@@ -13,8 +13,9 @@ from typing import Any
 import hilore
 from hilore.planner.build import Offered, assemble, build_regions, regimes, risk_limit
 from hilore.planner.compose import Job, Options, make_plan, update_error
+from hilore.planner.cpsat import ORTOOLS_VERSION
 from hilore.planner.leastpeak import least_peak
-from hilore.planner.milp import ORTOOLS_VERSION, solve
+from hilore.planner.milp import solve
 from hilore.planner.pareto import nowhere_worse
 from hilore.planner.planwriter import write_plans
 from hilore.planner.problem import Configuration, Problem, RegionProblem, Solution

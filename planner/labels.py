@@ -18,7 +18,7 @@ from hilore.planner.tables import Integers, Tables
 
 # Limits of one search: labels after a region, and pairs of label and configuration looked at in all.
 MOST_LABELS = 100_000
-MOST_WORK = 16_000_000
+MOST_WORK = 10_000_000
 FIRST_WINDOW = 2**-18
 WINDOW_GROWTH = 2
 # Labels per region in the last, incomplete pass of a search that gave up.

@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-from ortools.init.python.init import OrToolsVersion
-from ortools.sat.python import cp_model
 
 from hilore.planner import labels
+from hilore.planner.cpsat import ORTOOLS_VERSION, Model
 from hilore.planner.greedy import greedy
 from hilore.planner.leastpeak import fitting_choice, smallest_budget
 from hilore.planner.problem import Problem, Solution, Verified
@@ -26,12 +24,12 @@ from hilore.planner.tables import Tables, make_tables
 from hilore.planner.verify import verify
 from hilore.runtime.errors import InternalError
 
-ORTOOLS_VERSION: str = OrToolsVersion.version_string()
 SOLVER_NAME = f"cp-sat {ORTOOLS_VERSION} and label search"
-SEED = 20_260_101
 
-# CP-SAT leaves this share of the time to the label search.
-CP_SAT_SHARE = 0.6
+# CP-SAT's first run stops after so much of its deterministic time (about seconds) and at this share of the time left:
+# what symmetry makes slow there, the label search may close at once.
+FIRST_EFFORT = 1.0
+FIRST_SHARE = 0.5
 
 
 def solve(
@@ -66,17 +64,10 @@ def solve(
         return _solution(problem, tables, best, baseline, gap_percent, clock() - began)
     relaxation = relax(tables)
     best.raise_bound(relaxation.bound)
-    allowed = _allowed_gap(problem, best.bound_ns, gap_percent)
-    if not best.closed and clock() < deadline:
-        _cp_sat(tables, relaxation, best, allowed, clock, clock() + CP_SAT_SHARE * (deadline - clock()))
-    if not best.closed and clock() < deadline:
-        found = labels.search(
-            tables, relaxation, known_cost=best.cost, out_of_time=lambda: clock() >= deadline
-        )
-        if found.choice is not None:
-            best.offer(found.choice)
-        if found.closed:
-            best.raise_bound(best.cost)
+    search = _Search(tables, relaxation, best, _allowed_gap(problem, best.bound_ns, gap_percent), clock)
+    search.cp_sat(clock() + FIRST_SHARE * (deadline - clock()), effort=FIRST_EFFORT)
+    search.labels(deadline)
+    search.cp_sat(deadline)
     return _solution(problem, tables, best, baseline, gap_percent, clock() - began)
 
 
@@ -186,99 +177,48 @@ def canonical(problem: Problem, tables: Tables, choice: tuple[int, ...]) -> tupl
     return tuple(result) if tables.fits(result) else choice
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Model:
-    """``columns``: the (region, configuration) of each variable."""
+class _Search:
+    """The searches over what the relaxation leaves open; each one starts from the best choice so far."""
 
-    model: cp_model.CpModel
-    variables: list[cp_model.IntVar]
-    columns: list[tuple[int, int]]
+    def __init__(
+        self, tables: Tables, relaxation: Relaxation, best: _Best, allowed_ns: int, clock: Callable[[], float]
+    ) -> None:
+        self.tables = tables
+        self.relaxation = relaxation
+        self.best = best
+        self.allowed = allowed_ns * tables.cost_scale
+        self.clock = clock
 
-
-def _cp_sat(
-    tables: Tables,
-    relaxation: Relaxation,
-    best: _Best,
-    allowed_ns: int,
-    clock: Callable[[], float],
-    deadline: float,
-) -> None:
-    """CP-SAT over the configurations that could still beat ``best``; event rows are added as choices break them."""
-    built = _model(tables, relaxation, best)
-    events = set(relaxation.events) | {tables.regions, 2 * tables.regions}
-    for event in sorted(events):
-        _add_row(built, tables, event)
-    gap = allowed_ns * tables.cost_scale
-    while best.cost - best.bound > gap and (left := deadline - clock()) > 0:
-        choice, bound = _run(built, best, gap, left)
-        if bound is not None:
-            best.raise_bound(min(bound, best.cost))
-        if choice is None:
+    def labels(self, deadline: float) -> None:
+        """Close the gap altogether, where the label search can."""
+        best, clock = self.best, self.clock
+        if best.closed or clock() >= deadline:
             return
-        broken = [int(event) for event in np.flatnonzero(tables.excess(choice) > 0)]
-        if not broken:
-            best.offer(choice)
+        found = labels.search(
+            self.tables, self.relaxation, known_cost=best.cost, out_of_time=lambda: clock() >= deadline
+        )
+        if found.choice is not None:
+            best.offer(found.choice)
+        if found.closed:
+            best.raise_bound(best.cost)
+
+    def cp_sat(self, deadline: float, *, effort: float = math.inf) -> None:
+        """CP-SAT until the gap is the allowed one; event rows are added as choices break them."""
+        best, tables = self.best, self.tables
+        if best.cost - best.bound <= self.allowed or self.clock() >= deadline:
             return
-        if events >= set(broken):
-            raise InternalError(f"CP-SAT broke its own rows of events {broken}")
-        for event in broken:
-            if event not in events:
-                _add_row(built, tables, event)
-        events |= set(broken)
-
-
-def _model(tables: Tables, relaxation: Relaxation, best: _Best) -> _Model:
-    window = relaxation.slack(best.cost)
-    columns = [(int(r), int(k)) for r, k in np.argwhere(tables.usable) if relaxation.penalty[r, k] <= window]
-    model = cp_model.CpModel()
-    variables = [model.new_bool_var(f"{r}:{k}") for r, k in columns]
-    by_region: list[list[cp_model.IntVar]] = [[] for _ in range(tables.regions)]
-    for variable, (r, _) in zip(variables, columns, strict=True):
-        by_region[r].append(variable)
-    for options in by_region:
-        model.add_exactly_one(options)
-    if tables.risk_room is not None:
-        model.add(_weighted(variables, [int(tables.risk[at]) for at in columns]) <= tables.risk_room)
-    model.minimize(_weighted(variables, [int(tables.cost[at]) for at in columns]))
-    return _Model(model, variables, columns)
-
-
-def _weighted(variables: list[cp_model.IntVar], weights: list[int]) -> cp_model.LinearExprT:
-    return cp_model.LinearExpr.weighted_sum(variables, weights)
-
-
-def _add_row(built: _Model, tables: Tables, event: int) -> None:
-    row = tables.row(event)
-    weights = [int(row[at]) for at in built.columns]
-    divisor = max(1, math.gcd(*weights))
-    scaled = _weighted(built.variables, [weight // divisor for weight in weights])
-    built.model.add(scaled <= tables.room(event) // divisor)
-
-
-def _run(built: _Model, best: _Best, gap: int, limit_s: float) -> tuple[tuple[int, ...] | None, int | None]:
-    """One run: its choice, if it found one, and its proven bound, if it has one."""
-    built.model.clear_hints()  # type: ignore[no-untyped-call]
-    for variable, (r, k) in zip(built.variables, built.columns, strict=True):
-        built.model.add_hint(variable, best.choice[r] == k)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = SEED
-    solver.parameters.max_time_in_seconds = limit_s
-    solver.parameters.absolute_gap_limit = float(gap)
-    solver.parameters.relative_gap_limit = 0.0
-    status = solver.solve(built.model)
-    match status:
-        case cp_model.OPTIMAL | cp_model.FEASIBLE:
-            chosen = [at for variable, at in zip(built.variables, built.columns, strict=True) if solver.value(variable)]
-            return tuple(k for _, k in chosen), _bound(solver)
-        case cp_model.UNKNOWN:
-            return None, None
-        case cp_model.INFEASIBLE:
-            raise InternalError("CP-SAT finds no choice where one is known to fit")
-        case _:
-            raise InternalError(f"CP-SAT refused its model: {solver.status_name(status)}")
-
-
-def _bound(solver: cp_model.CpSolver) -> int:
-    """The integer bound of the response; the float beside it would round above 2**53."""
-    return int(solver.response_proto.inner_objective_lower_bound)
+        events = {*self.relaxation.events, tables.regions, 2 * tables.regions}
+        model = Model(tables, self.relaxation, best.cost, events)
+        while best.cost - best.bound > self.allowed and (left := deadline - self.clock()) > 0 and effort > 0:
+            run = model.run(best.choice, gap=self.allowed, limit_s=left, effort=effort)
+            effort -= run.effort
+            if run.bound is not None:
+                best.raise_bound(min(run.bound, best.cost))
+            if run.choice is None:
+                return
+            broken = [int(event) for event in np.flatnonzero(tables.excess(run.choice) > 0)]
+            if not broken:
+                best.offer(run.choice)
+                return
+            for event in broken:
+                model.add(event)

@@ -12,7 +12,7 @@ import pytest
 from hilore.planner import labels
 from hilore.planner.build import build_problem
 from hilore.planner.leastpeak import least_peak, smallest_budget
-from hilore.planner.milp import _Best, _cp_sat, canonical, solve, within_gap
+from hilore.planner.milp import _Best, _Search, canonical, solve, within_gap
 from hilore.planner.problem import Problem, RegionProblem
 from hilore.planner.relaxation import relax
 from hilore.planner.tables import make_tables
@@ -80,7 +80,7 @@ def test_cp_sat_and_label_search_each_equal_brute_force_alone(block: int) -> Non
         relaxation = relax(tables)
         assert relaxation.bound <= best * tables.cost_scale + tables.cost_scale - 1, seed
         by_cp_sat = _Best(tables, start)
-        _cp_sat(tables, relaxation, by_cp_sat, 0, lambda: 0.0, 60.0)
+        _Search(tables, relaxation, by_cp_sat, 0, lambda: 0.0).cp_sat(60.0)
         assert tables.total_extra(by_cp_sat.choice) == best, seed
         assert by_cp_sat.closed, seed
         known = tables.total_cost(start)
