@@ -24,6 +24,7 @@ from tests.plans import plan_for
 from tests.specs import spec_of
 
 ROOT = Path(__file__).parent.parent
+PLANS = ["layer plan delta 0", "layer plan delta 1", "plan delta 0", "plan delta 1"]
 
 
 def test_ceilings_are_hidden_sized_tensors_per_layer_above_gc() -> None:
@@ -165,7 +166,11 @@ def test_quick_measures_every_policy_end_to_end(tmp_path: Path, capsys: pytest.C
     for label in ("+0 d", "+2.5 d", "+5 d"):
         names = [row["policy"] for row in rows if row["ceiling"] == label]
         assert names[0].startswith("best block")
-        assert names[1:] == ["layer plan delta 0", "layer plan delta 1", "plan delta 0", "plan delta 1"]
+        # A grain that has no plan under a ceiling says so instead of leaving its row out silently.
+        refused = [plan["policy"] for plan in model["solved"] if plan["ceiling"] == label and plan["message"]]
+        assert all(f"no plan: {name} {label}: infeasible" in printed for name in refused)
+        assert sorted(names[1:] + refused) == PLANS
+    assert "plan delta 0" in [row["policy"] for row in rows if row["ceiling"] == "+5 d"]
     for row in rows:
         promised = [row[key] for key in ("budget_bytes", "predicted_peak_bytes") if row[key] is not None]
         assert all(row["peak_bytes"] <= limit for limit in promised)
