@@ -11,7 +11,8 @@ needs nothing of this package.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -168,6 +169,12 @@ class AttentionCall:
         return frame.unit_call(name, self.original, (module, *args), kwargs)
 
 
+def attention_implementations(modules: Iterable[nn.Module]) -> list[str]:
+    """Names of the attention implementations that these attention modules' configs ask for."""
+    configs = (getattr(module, "config", None) for module in modules)
+    return sorted({str(config._attn_implementation) for config in configs if config is not None})
+
+
 def wrap_attention(implementation: str) -> AttentionCall | None:
     """Wrap the function registered as ``implementation``; None where there is none (``eager``)."""
     from transformers import AttentionInterface
@@ -191,6 +198,28 @@ def unwrap_attention(implementation: str, wrapped: AttentionCall) -> None:
     wrapped.users -= 1
     if wrapped.users == 0 and mapping.get(implementation) is wrapped:
         AttentionInterface.register(implementation, wrapped.original)
+
+
+def attention_wrapped(implementation: str) -> AbstractContextManager[object]:
+    """Wrap the function for a block if it is not wrapped: the model may be detached while a frame is in flight."""
+    from transformers import AttentionInterface
+
+    mapping: Any = AttentionInterface._global_mapping
+    return (
+        nullcontext()
+        if isinstance(mapping.get(implementation), AttentionCall)
+        else _wrapped_for_a_while(implementation)
+    )
+
+
+@contextmanager
+def _wrapped_for_a_while(implementation: str) -> Iterator[None]:
+    wrapped = wrap_attention(implementation)
+    try:
+        yield
+    finally:
+        if wrapped is not None:
+            unwrap_attention(implementation, wrapped)
 
 
 def set_cache_off(model: nn.Module) -> Any:

@@ -10,7 +10,14 @@ from torch import nn
 from hilore.runtime.bind import checkpointable_names, switchable_models
 from hilore.runtime.errors import UnsupportedModelError
 from hilore.runtime.fingerprint import base_model
-from hilore.runtime.huggingface import ENABLED, WRITTEN, set_cache_off, unwrap_attention, wrap_attention
+from hilore.runtime.huggingface import (
+    ENABLED,
+    WRITTEN,
+    attention_implementations,
+    set_cache_off,
+    unwrap_attention,
+    wrap_attention,
+)
 from hilore.runtime.modules import RegionForward
 from hilore.runtime.notice import notice
 from hilore.runtime.region import ATTENTION, RegionBinding
@@ -41,7 +48,8 @@ def _install_on_hugging_face(runtime: Runtime, switchable: list[nn.Module]) -> N
     config = set_cache_off(base_model(runtime.model))
     if config is not None:
         runtime.on_detach(lambda: setattr(config, "use_cache", True))
-    for implementation in _attention_implementations(runtime.regions):
+    units = [unit for region in runtime.regions for unit in region.units.values()]
+    for implementation in attention_implementations(unit.module for unit in units if unit.kind == ATTENTION):
         _wrap_attention(runtime, implementation)
     for module in switchable:
         runtime.install_switch(module)
@@ -63,13 +71,6 @@ def _restoring_checkpointing(outermost: nn.Module) -> Callable[[], None]:
             vars(module).update(attributes)
 
     return restore
-
-
-def _attention_implementations(regions: tuple[RegionBinding, ...]) -> list[str]:
-    configs: list[Any] = [
-        unit.module.config for region in regions for unit in region.units.values() if unit.kind == ATTENTION
-    ]
-    return sorted({config._attn_implementation for config in configs})
 
 
 def _wrap_attention(runtime: Runtime, implementation: str) -> None:

@@ -7,13 +7,14 @@ model carries no hook of ours inside its regions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from hilore.runtime.ambient import running
+from hilore.runtime.huggingface import attention_implementations, attention_wrapped
 from hilore.runtime.plan import Plan, RegionPlan
 from hilore.runtime.stats import Stats
 from hilore.runtime.unit import UnitBinding
@@ -54,7 +55,7 @@ class RegionActions:
 class RegionBinding:
     """One region of the model: its module and its units by full canonical name."""
 
-    __slots__ = ("_forwards", "attention_units", "module", "name", "units")
+    __slots__ = ("_attention", "_forwards", "attention_units", "module", "name", "units")
 
     def __init__(self, name: str, module: nn.Module, units: dict[str, UnitBinding]) -> None:
         self.name = name
@@ -62,12 +63,16 @@ class RegionBinding:
         self.units = units
         self.attention_units = {id(u.module): u.name for u in units.values() if u.kind == ATTENTION}
         self._forwards = {u.name: UnitForward(u) for u in units.values() if u.kind != ATTENTION}
+        self._attention = attention_implementations(u.module for u in units.values() if u.kind == ATTENTION)
 
     @contextmanager
     def installed(self, names: frozenset[str]) -> Iterator[None]:
-        """Intercept the calls of these units' modules."""
+        """Intercept the calls of these units."""
         before: list[tuple[nn.Module, Any]] = []
-        try:
+        with ExitStack() as stack:
+            for implementation in self._attention:
+                stack.enter_context(attention_wrapped(implementation))
+            stack.callback(_put_back, before)
             for name in names:
                 forward = self._forwards.get(name)
                 if forward is None or forward.module.__dict__.get("forward") is forward:
@@ -76,12 +81,14 @@ class RegionBinding:
                 forward.call = forward.module.forward
                 forward.module.__dict__["forward"] = forward
             yield
-        finally:
-            for module, previous in before:
-                if previous is None:
-                    module.__dict__.pop("forward", None)
-                else:
-                    module.__dict__["forward"] = previous
+
+
+def _put_back(before: list[tuple[nn.Module, Any]]) -> None:
+    for module, previous in before:
+        if previous is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = previous
 
 
 class UnitForward:

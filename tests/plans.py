@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -56,7 +57,7 @@ def units_of(
     if model not in _units:
         batch = microbatch_for(model) if batch is None else batch
         with _autocast(autocast):
-            found = capture(model, _inputs_by_name(batch), region_names=regions)
+            found = capture(model, _inputs_by_name(model, batch), region_names=regions)
         _units[model] = tuple(
             RegionUnits(region.name, found.classes[region.class_index].units, region.input_requires_grad)
             for region in found.regions
@@ -240,9 +241,9 @@ def _mode(modes: Modes, full: str, relative: str) -> str:
     return modes.get(full, modes.get(relative, modes.get("", "R")))
 
 
-def _inputs_by_name(batch: Batch) -> dict[str, Tensor]:
+def _inputs_by_name(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     if isinstance(batch, Tensor):
-        return {"input": batch}
+        return {next(iter(inspect.signature(model.forward).parameters)): batch}
     return {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
 
 

@@ -1,0 +1,101 @@
+"""C-16: a replay draws what its forward drew, and leaves the generator where eager leaves it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hilore.runtime.ambient import RandomState
+from hilore.runtime.plan import Plan, UnitPlan
+from tests import models
+from tests.plans import Step, assert_exact, assert_same_step, attach_plan, gradients, plan_for, units_of
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+
+
+def drop_model() -> nn.Module:
+    model = nn.Sequential(models.drop(0), models.drop(1)).train()
+    units_of(model, X, regions=("0", "1"))
+    return model
+
+
+@pytest.mark.parametrize("mode", ["R", "H"])
+def test_drop(mode: str) -> None:
+    model = drop_model()
+    assert_exact(model, plan_for(model, mode), X, gradients(model, X))
+
+
+@pytest.mark.parametrize("mode", ["R", "H"])
+def test_qwen2_with_lora_dropout(mode: str) -> None:
+    model = models.qwen2_tiny_lora(dropout=0.1)
+    batch = models.microbatch_for(model)
+    assert_exact(model, plan_for(model, mode), batch, gradients(model, batch))
+
+
+def test_only_gradients_show_a_generator_that_was_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = drop_model()
+    expected = gradients(model, X)
+    monkeypatch.setattr(RandomState, "restore", lambda self: None)
+    runtime = attach_plan(model, plan_for(model, "R"))
+    found = gradients(model, X)
+    runtime.detach()
+    assert torch.equal(found.loss, expected.loss)
+    assert any(not torch.equal(found.gradients[name], grad) for name, grad in expected.gradients.items())
+
+
+class Draws(nn.Module):
+    """Dropout as a module between two others that draw: any of them may be a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.early, self.middle, self.late = nn.Dropout(0.3), nn.Dropout(0.3), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.early(self.linear(x).tanh())
+        return x + self.late(self.middle(hidden).sin()).tanh()
+
+
+def with_units(plan: Plan, modes: dict[str, str]) -> Plan:
+    units = {
+        region.name: tuple(
+            UnitPlan(f"{region.name}.{name}", mode, None, dead=False, dead_if_demoted=False)  # type: ignore[arg-type]
+            for name, mode in modes.items()
+        )
+        for region in plan.regions
+    }
+    return replace(plan, regions=tuple(replace(region, units=units[region.name]) for region in plan.regions))
+
+
+@pytest.mark.parametrize("kept", [["early"], ["middle"], ["late"], ["early", "middle"], ["middle", "late"]])
+def test_a_kept_call_that_drew_leaves_the_generator_as_if_it_had_run(kept: list[str]) -> None:
+    with models.seeded(0):
+        model = nn.Sequential(Draws(), Draws()).train()
+    units_of(model, X, regions=("0", "1"))
+    expected: Step = gradients(model, X)
+    modes = {name: "H" if name in kept else "R" for name in ("early", "middle", "late")}
+    runtime = attach_plan(model, with_units(plan_for(model, "R"), modes))
+    assert_same_step(gradients(model, X), expected)
+    assert all(runtime.stats.units[f"1.{name}"].answered == 1 for name in kept if name != "late")
+    runtime.detach()
+
+
+def test_a_replay_does_not_move_the_generator_of_what_runs_beside_it() -> None:
+    """Draws between forward and backward, and after it, are those of a run without plans."""
+    model = drop_model()
+
+    def run() -> list[torch.Tensor]:
+        with models.seeded(5):
+            loss = model(X).sum()
+            between = torch.rand(3)
+            loss.backward()
+            return [between, torch.rand(3)]
+
+    expected = run()
+    runtime = attach_plan(model, plan_for(model, "R"))
+    found = run()
+    runtime.detach()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
