@@ -20,10 +20,11 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the weights come out of an installed package
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TQDM_DISABLE", "1")
 
 from datasets import Dataset
 from rich.console import Console
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from hilore.planner.actor import Actor, build_actor
@@ -69,9 +70,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def train(trainer: GRPOTrainer, plans: PlanSet, say: Say) -> None:
-    """The lines that a trainer needs."""
-    runtime = attach_trainer(trainer, plans)
+    """The lines that a trainer needs, and what really ran."""
+    trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Report(say))
+
+    runtime = attach_trainer(trainer, plans)
     trainer.train()
 
     steps = runtime.stats.steps
@@ -159,7 +162,7 @@ class Report(TrainerCallback):
         regimes = ", ".join(f"{label} {share:.0%}" for label, share in shares.items() if share)
         self._say(
             f"update {state.global_step}: reward {logs['reward']:.2f}, exposure {logs['hilore/exposure']:.2f}, "
-            f"regimes {regimes}, predicted gain over GC {logs['hilore/gain']:+.1%}, step {logs['step_time']:.1f} s"
+            f"regimes {regimes}, predicted gain over GC {logs['hilore/gain']:+.1%}, took {logs['step_time']:.0f} s"
         )
 
 
