@@ -203,6 +203,7 @@ class Frame:
         self.replaying = True
         try:
             with ExitStack() as stack:
+                stack.push(self._note)
                 stack.enter_context(self.random.forked())
                 stack.enter_context(self.autocast.applied())
                 stack.enter_context(torch.enable_grad())
@@ -219,6 +220,11 @@ class Frame:
         if self._pending:
             raise self.mismatch(f"{self._pending} of the tensors saved in forward were not reached")
         self.choice.stats.replays += 1
+
+    def _note(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """Say in an error of the user's own code where it happened: its forward had gone well."""
+        if isinstance(error, Exception):
+            error.add_note(f"This happened in the replay of {self.region_name}, whose forward had gone well.")
 
     def mismatch(self, reason: str) -> ReplayMismatchError:
         return ReplayMismatchError(

@@ -147,6 +147,7 @@ class UnitRecord:
         Without it nothing is handed over, since another stage of the replay is still to come.
         """
         arguments = tensors_in(args, kwargs)
+        self._check_arguments(arguments)
         stored = None
         if self.kept is not None:
             stored = self.kept.restore(self.unit.name)
@@ -167,6 +168,11 @@ class UnitRecord:
         if self.output_place < 0:
             return output
         return (*self.template[: self.output_place], output, *self.template[self.output_place + 1 :])
+
+    def _check_arguments(self, arguments: list[torch.Tensor]) -> None:
+        now, planned = [tuple(t.shape) for t in arguments], [tuple(layout.shape) for layout in self.arguments]
+        if now != planned:
+            raise self.mismatch(f"its arguments had shapes {planned} in forward and have {now} in the replay")
 
     def refill(self, index: int, tensor: torch.Tensor, *, fill: bool = True) -> None:
         """Replay of a call that runs after all: its saved tensors come in the order of the forward.
