@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import warnings
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hilore.planner.head import base_model, grpo_loss, policy_logps
 from hilore.planner.microbatch import Microbatch, synthetic_microbatch
+from hilore.planner.plainrun import one_sequence_per_row
 from hilore.planner.sources import SourceError, load_meta_model, load_model, module_dtype, torch_dtype
 from hilore.planner.spec_types import ModelSpec
 
@@ -37,9 +39,14 @@ class Actor:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch_dtype(self.spec.precision.compute))
 
-    def faked(self) -> AbstractContextManager[Any]:
-        """The actor's FakeTensorMode, or nothing for a real actor."""
-        return contextlib.nullcontext() if self.fake_mode is None else self.fake_mode
+    @contextlib.contextmanager
+    def faked(self) -> Iterator[None]:
+        """The actor's FakeTensorMode with the branches of a plain run, or nothing for a real actor."""
+        if self.fake_mode is None:
+            yield
+            return
+        with self.fake_mode, one_sequence_per_row():
+            yield
 
 
 def build_actor(

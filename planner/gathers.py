@@ -116,10 +116,14 @@ class OutsideGathers:
         self._hold("reducing", group.reduce_input)
         for parameter in parameters:
             parameter.grad = None
+        self._hold("kept", group.kept_gradient)
         self._hold("reduced", group.reduce_output)
+        self._hold("copy", group.reduce_copy)
+        self._drop("copy")
         if group.recast:
             self._hold("recast", group.recast)
             self._drop("reduced")
+        self._drop("kept")
         if self._accumulates:
             self._drop("reduced")
             self._drop("recast")

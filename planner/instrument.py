@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -71,10 +72,9 @@ def _run(
     meter: StorageMeter, runner: RegionRunner, forward: Callable[[torch.Tensor], torch.Tensor]
 ) -> RegionBytes:
     base = meter.live_bytes
-    leaf = runner.inputs.fresh_boundary()
-    # A boundary inside a model is no leaf: its gradient is handed on, not accumulated into ``grad``.
-    boundary = leaf.view_as(leaf) if leaf.requires_grad else leaf
-    del leaf
+    # A boundary inside a model is no leaf: nothing but who uses it keeps it, and its gradient is handed on.
+    anchor = torch.empty(0, requires_grad=runner.inputs.requires_grad)
+    boundary: torch.Tensor = _Boundary.apply(anchor, runner.inputs.boundary)  # type: ignore[no-untyped-call]
     output = forward(boundary)
     del boundary
     forward_bytes = meter.peak_bytes - base
@@ -89,3 +89,15 @@ def _run(
     backward = meter.peak_bytes - base - retained - output_bytes
     del root
     return RegionBytes(retained, forward_bytes, max(backward, 0), meter.live_bytes - base)
+
+
+class _Boundary(torch.autograd.Function):
+    """A fresh tensor like the recorded boundary, made by a node that holds nothing and takes any gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return like.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        return None, None

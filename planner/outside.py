@@ -115,7 +115,9 @@ class _Edges:
         boundary: Tensor = args[0]
         if region.name == self.first:
             self.gathers.enter_regions()
-            self.entered = self.meter.live_bytes - _nbytes(boundary) - self.gathers.held_bytes
+            self.entered = self.meter.live_bytes - self.gathers.held_bytes
+            # Of frozen embeddings it is a leaf (``enable_input_require_grads``), which the graph itself keeps.
+            self.entered -= 0 if boundary.is_leaf and boundary.requires_grad else _nbytes(boundary)
             if boundary.requires_grad:
                 boundary.register_hook(lambda _gradient: self.begin_tail())  # type: ignore[no-untyped-call]
         result = self._stand_in(region, forward, args, kwargs)

@@ -39,7 +39,9 @@ class GroupBytes:
     ``gathered``: all its parameters in the dtype of the forward, padded; also the size of the flat buffer. ``cast``:
     the shards that a gather casts first. ``gradients``: unsharded, as autograd makes them. ``reduce_input``: the same
     in the reduce dtype, padded; ``reduce_output``: the rank's part of it; ``reduced``: that part in the persistent
-    dtype, ``recast`` the same where it is another tensor than the output, else 0.
+    dtype, ``recast`` the same where it is another tensor than the output, else 0. ``reduce_copy``: what the collective
+    itself takes: gloo, on the CPU, reduces a copy of its input. ``kept_gradient``: of the last parameter, which a loop
+    variable of PyTorch's ``foreach_reduce`` holds until the reduction is over.
     """
 
     gathered: int
@@ -49,14 +51,15 @@ class GroupBytes:
     reduce_output: int
     reduced: int
     recast: int
+    reduce_copy: int
+    kept_gradient: int
 
     @property
     def reducing(self) -> int:
-        """Highest bytes of a gradient reduction: gradients and input, then input, output and its cast."""
-        return max(self.gradients + self.reduce_input, self.reduce_input + self.reduce_output + self.recast)
-
-
-NO_GROUP = GroupBytes(0, 0, 0, 0, 0, 0, 0)
+        """Highest bytes of a gradient reduction: gradients and input, then input, output and what is made of it."""
+        beside = max(self.reduce_copy, self.recast)
+        later = self.reduce_input + self.reduce_output + beside + self.kept_gradient
+        return max(self.gradients + self.reduce_input, later)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ def sharding_of(spec: ModelSpec, model: nn.Module, regions: Mapping[str, nn.Modu
     inside = {id(p) for module in regions.values() for p in module.parameters()}
     outside = [p for p in _distinct(model.parameters()) if id(p) not in inside]
     embeddings = untied_embeddings(model)
+    # accelerate lists final norm, embeddings, lm_head in this order.
+    outside.sort(key=lambda p: p.dim() > 1)
     first = [p for p in outside if id(p) in embeddings] if embeddings else outside
     last = [p for p in outside if id(p) not in embeddings] if embeddings else outside
     adapters = _adapter_parameters(model)
@@ -135,15 +140,16 @@ def shard_parameters(spec: ModelSpec, model: nn.Module) -> nn.ParameterList:
 
 
 def _around(sharding: Sharding, name: str) -> Around:
-    """What the neighbours of region ``name`` leave to it. The first region's prefetch is taken to be as its like's."""
+    """What the neighbours of region ``name`` leave to it."""
     names = list(sharding.regions)
     place = names.index(name)
-    group, after = sharding.regions[name], sharding.regions[names[min(place + 1, len(names) - 1)]]
+    after = sharding.regions[names[min(place + 1, len(names) - 1)]]
     before = sharding.regions[names[place - 1]] if place else sharding.first
-    prefetched = before if place else (group if sharding.tied else max(group, sharding.first, key=lambda g: g.gathered))
+    # Tied embeddings are there already when the first region's backward would gather what comes before it.
+    prefetched = 0 if sharding.tied and not place else sharding.flat(before)
     left_by_head = 0 if sharding.tied else sharding.last.reduce_input
     held = after.reduce_input if place < len(names) - 1 else left_by_head
-    return Around(sharding.flat(before), sharding.flat(prefetched) if sharding.reshard else 0, held)
+    return Around(sharding.flat(before), prefetched if sharding.reshard else 0, held)
 
 
 def shard_classes(
@@ -173,7 +179,13 @@ def shard_classes(
         if gathering + sharding.through_bytes <= least:
             # The first gather, beside the embeddings' buffer, then stays under the head's event in every plan.
             around = replace(around, flat_before=min(around.flat_before, usual.flat_before))
-        largest = max(keep_set.backward_bytes for keep_set in classes[index].keep_sets)
+        keep_sets = classes[index].keep_sets
+        boundary = min(keep_set.retained_bytes for keep_set in keep_sets)
+        grows = not accumulates and sharding.regions[name].reduced > boundary
+        if name == listed[0][0] and not grows:
+            # Backward falls from region to region then, so that the last one of it, the first region, never binds.
+            around = replace(around, flat_next=max(around.flat_next, usual.flat_next))
+        largest = max(keep_set.backward_bytes for keep_set in keep_sets)
         if not _differs(around, usual, _OWN_CLASS_SHARE * largest):
             around = usual
         if (index, around) not in made:
@@ -241,7 +253,7 @@ def shard_keep_set(sharding: Sharding, group: GroupBytes, around: Around, keep_s
 def _group(spec: ModelSpec, parameters: Iterable[Tensor], adapters: set[int]) -> GroupBytes:
     ranks = spec.parallel.world_size
     reduce_dtype = torch_dtype(spec.precision.grads)
-    gathered = cast = gradients = reduce_input = reduced = recast = 0
+    gathered = cast = gradients = reduce_input = reduced = recast = last = 0
     for parameter in _distinct(parameters):
         persists = persistent_dtype(spec, adapter=id(parameter) in adapters)
         padded = -(-parameter.shape[0] // ranks) * ranks * (parameter.numel() // max(parameter.shape[0], 1))
@@ -249,12 +261,14 @@ def _group(spec: ModelSpec, parameters: Iterable[Tensor], adapters: set[int]) ->
         if persists != parameter.dtype:
             cast += padded // ranks * parameter.element_size()
         if parameter.requires_grad:
-            gradients += parameter.numel() * parameter.element_size()
+            last = parameter.numel() * parameter.element_size()
+            gradients += last
             reduce_input += padded * reduce_dtype.itemsize
             reduced += padded // ranks * persists.itemsize
             if persists != reduce_dtype:
                 recast += padded // ranks * persists.itemsize
-    return GroupBytes(gathered, cast, gradients, reduce_input, reduce_input // ranks, reduced, recast)
+    copy = reduce_input if spec.device.kind == "cpu" and ranks > 1 else 0
+    return GroupBytes(gathered, cast, gradients, reduce_input, reduce_input // ranks, reduced, recast, copy, last)
 
 
 def _distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
