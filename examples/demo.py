@@ -44,7 +44,7 @@ from hilore.runtime.plan import Plan
 COMPLETION_TOKENS = 32  # of the plans' 56, so that sampling on a CPU stays short
 MEASURED_MICROBATCHES = 2
 ROUNDS = 5
-SOLVE_LIMIT_S = 15.0
+SOLVE_LIMIT_S = 20.0
 BREACH = 6
 PIPE_WIDTH = 160
 

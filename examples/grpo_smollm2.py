@@ -36,6 +36,7 @@ from hilore.runtime.errors import HiloreError
 from hilore.runtime.integrations.trl import attach_trainer
 
 SPEC = Path(__file__).parent / "smollm2.yaml"
+STEPS, DEMO_STEPS = 20, 2
 GENERATIONS = 4  # completions of one prompt: the group that advantages are relative to
 Say = Callable[[str], None]
 
@@ -46,12 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.demo:
             from demo import run_demo
 
-            return run_demo(given.steps or 3, given.seed)
+            return run_demo(given.steps or DEMO_STEPS, given.seed)
         plans = load_plans(given.plans)
         spec = load_spec(SPEC)
         tasks = (given.task,) if given.task else TASKS
-        console = Console()
-        trainer = make_trainer(build_actor(spec), tasks, given.steps or 20, given.seed, spec.batch.response_tokens)
+        console = Console(highlight=False, soft_wrap=True)
+        trainer = make_trainer(build_actor(spec), tasks, given.steps or STEPS, given.seed, spec.batch.response_tokens)
         train(trainer, plans, console.print)
     except HiloreError as error:
         sys.stderr.write(f"{error.message}\n")
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--plans", default="plans/smollm2.*.json", help="plan files (default %(default)s)")
-    result.add_argument("--steps", type=int, help="updates (default 20; 3 in the demo)")
+    result.add_argument("--steps", type=int, help=f"updates (default {STEPS}; {DEMO_STEPS} in the demo)")
     result.add_argument("--task", choices=TASKS, help="default: both, in turns")
     result.add_argument("--seed", type=int, default=0)
     result.add_argument("--demo", action="store_true", help="trace, solve, train and compare; takes some minutes")
