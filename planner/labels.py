@@ -18,13 +18,15 @@ from hilore.planner.tables import Integers, Tables
 
 # Limits of one search: labels after a region, and pairs of label and configuration looked at in all.
 MOST_LABELS = 100_000
-MOST_WORK = 10_000_000
+MOST_WORK = 30_000_000
 FIRST_WINDOW = 2**-18
-WINDOW_GROWTH = 2
+WINDOW_GROWTH = 4
 # Labels per region in the last, incomplete pass of a search that gave up.
 BEAM = 1_500
 # A label is compared with its neighbours at these distances in the sorted order: nearly all beaten ones are found.
 STRIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+# Before that, many labels are compared through a grid of so many cells a side.
+GRID = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,8 @@ def _cheapest(
 
 def _unbeaten(retained: Integers, risk: Integers, cost: Integers, *, risky: bool) -> Integers:
     """Indices of labels without those that another one beats: all of them without risk, nearly all with it."""
-    order = np.lexsort((risk, cost, retained))
+    left = _not_clearly_beaten(retained, risk, cost) if risky and len(cost) > GRID else np.arange(len(cost))
+    order = left[np.lexsort((risk[left], cost[left], retained[left]))]
     c, k = cost[order], risk[order]
     kept = np.ones(len(order), dtype=np.bool_)
     if risky:
@@ -143,3 +146,19 @@ def _unbeaten(retained: Integers, risk: Integers, cost: Integers, *, risky: bool
     elif len(order):
         kept[1:] = c[1:] < np.minimum.accumulate(c)[:-1]
     return order[kept].astype(np.int64)
+
+
+def _not_clearly_beaten(retained: Integers, risk: Integers, cost: Integers) -> Integers:
+    """Indices of labels that none in a cell before theirs, by retained bytes and by risk, undercuts in cost.
+
+    Cells are runs of the ranks, so that a cell before holds nothing larger in either.
+    """
+    count = len(cost)
+    cell_of_rank = np.arange(count) * GRID // count
+    row, column = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    row[np.argsort(retained, kind="stable")] = cell_of_rank
+    column[np.argsort(risk, kind="stable")] = cell_of_rank
+    lowest = np.full((GRID + 1, GRID + 1), np.iinfo(np.int64).max)
+    np.minimum.at(lowest, (row + 1, column + 1), cost)
+    lowest = np.minimum.accumulate(np.minimum.accumulate(lowest, axis=0), axis=1)
+    return np.flatnonzero(lowest[row, column] > cost)
