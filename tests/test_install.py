@@ -477,3 +477,27 @@ def test_warnings_of_hugging_face_are_not_ours() -> None:
         warnings.simplefilter("error", HiloreWarning)
         model, _ = tiny("qwen2")
         attach_plan(model, plan_for(model, "R")).detach()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mlp"])
+@pytest.mark.parametrize("modes", ["R", "H", "L"])
+def test_an_error_inside_a_regions_forward_leaves_the_runtime_usable(kind: str, modes: str) -> None:
+    model, batch = tiny(kind)
+    expected = gradients(model, batch)
+    runtime = attach_plan(model, plan_for(model, modes))
+    clean = snapshot(model)
+    module = model[1][1] if kind == "mlp" else model.model.layers[1].mlp.act_fn
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("inside a region")
+
+    handle = module.register_forward_pre_hook(fail)
+    with pytest.raises(ArithmeticError, match="inside a region"):
+        loss_of(model, batch)
+    handle.remove()
+    assert snapshot(model) == clean
+    assert runtime.stats.live_saved_bytes == 0
+    assert len(runtime.stats._frames) == 0
+    runtime.use(plan_for(model, "R"))
+    assert_same_step(gradients(model, batch), expected)
+    runtime.detach()
