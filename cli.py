@@ -11,8 +11,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,14 +30,8 @@ DEBUG = "HILORE_DEBUG"
 # Without a terminal (a pipe, a log) rich would fold tables to 80 columns.
 PIPE_WIDTH = 160
 EXTRAS = {
-    "ortools": "planner",
-    "networkx": "planner",
-    "rich": "planner",
-    "yaml": "planner",
-    "transformers": "hf",
-    "peft": "hf",
-    "gguf": "hf",
-    "safetensors": "hf",
+    **dict.fromkeys(("ortools", "networkx", "rich", "yaml"), "planner"),
+    **dict.fromkeys(("transformers", "peft", "gguf", "safetensors"), "hf"),
     "trl": "trl",
 }
 
@@ -51,9 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-TraceOption = Annotated[
-    str | None, typer.Option("--trace", metavar="FILE", help="Default: the newest *.trace.json here.")
-]
+TraceOption = Annotated[str | None, typer.Option("--trace", metavar="FILE", help="Default: the newest trace here.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 
 
@@ -105,6 +96,7 @@ def trace(
 ) -> None:
     """Capture and profile the actor: regions, units, bytes and times, into a trace file."""
     from hilore.planner import view
+    from hilore.planner.progress import progress_bar
     from hilore.planner.spec import load_spec
     from hilore.planner.tracefile import save_trace
 
@@ -112,7 +104,7 @@ def trace(
     path = out or f"{spec.name}.trace.json"
     from hilore.planner.tracing import trace_spec
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         found = trace_spec(spec, progress)
     save_trace(found, path)
     if as_json:
@@ -279,6 +271,7 @@ def verify(
 ) -> None:
     """Run updates under plans; compare measured with predicted peak, time and gradient error. Exit 6 on a breach."""
     from hilore.planner import plan_view
+    from hilore.planner.progress import progress_bar
     from hilore.planner.spec import load_spec, spec_from_dict
     from hilore.planner.tracefile import load_trace, newest_trace
     from hilore.runtime.planfile import load_plan
@@ -294,30 +287,13 @@ def verify(
             found = load_trace(trace_path)
     from hilore.planner.check import verify_plans
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         checked = verify_plans(loaded, spec, trace=found, fake=fake, rounds=rounds, progress=progress)
     if as_json:
         _print_json(plan_view.check_json(checked))
     else:
         _print(plan_view.check_table(checked), *plan_view.check_lines(checked))
     raise typer.Exit(checked.exit_code)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr where that is a terminal: ``report(step, done, total)``."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-
-        def report(step: str, done: int, total: int) -> None:
-            bar.update(task, description=step, completed=done, total=total)
-
-        yield report
 
 
 if __name__ == "__main__":
