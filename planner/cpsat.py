@@ -20,9 +20,10 @@ SEED = 20_260_101
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``choice``: None where none was found; ``bound``: proven, in cost units, None where none was; ``effort``: the
-    deterministic time it took."""
+    """``choice``: None where none was found; ``bound``: proven, in cost units, None where none was; ``empty``: proven
+    that there is no choice; ``effort``: the deterministic time it took."""
 
+    empty: bool
     choice: tuple[int, ...] | None
     bound: int | None
     effort: float
@@ -49,6 +50,9 @@ class Model:
         if tables.risk_room is not None:
             self.model.add(self._sum([int(tables.risk[at]) for at in self.columns]) <= tables.risk_room)
         self.model.minimize(self._sum([int(tables.cost[at]) for at in self.columns]))
+        if relaxation.held is not None:
+            held = [variable for variable, at in zip(self.variables, self.columns, strict=True) if tables.held[at]]
+            self.model.add(cp_model.LinearExpr.sum(held) == relaxation.held)
         for event in sorted(events):
             self.add(event)
 
@@ -81,11 +85,11 @@ class Model:
                 choice = tuple(k for variable, (_, k) in pairs if solver.value(variable))
                 # The integer bound; the float beside it would round above 2**53.
                 bound = int(solver.response_proto.inner_objective_lower_bound)
-                return Run(choice, bound, solver.deterministic_time)
+                return Run(False, choice, bound, solver.deterministic_time)
             case cp_model.UNKNOWN:
-                return Run(None, None, solver.deterministic_time)
+                return Run(False, None, None, solver.deterministic_time)
             case cp_model.INFEASIBLE:
-                raise InternalError("CP-SAT finds no choice where one is known to fit")
+                return Run(True, None, None, solver.deterministic_time)
             case _:
                 raise InternalError(f"CP-SAT refused its model: {solver.status_name(status)}")
 

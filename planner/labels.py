@@ -42,6 +42,8 @@ def search(
 ) -> Found:
     """The cheapest choice that fits, if it is cheaper than ``known_cost``; exact where ``closed``.
 
+    With a relaxation for so many held regions, only choices with as many are looked at.
+
     Windows of cost above the relaxation's bound grow until the best choice found lies inside its window: every choice
     that could cost less was in it too. Gives up, not closed, when labels or work pass their limits (the same on every
     machine) or time is out; one last pass then follows only the labels with the least penalties.
@@ -100,7 +102,7 @@ def _cheapest(
     With ``beam`` no more than so many labels go on from region to region, and the result may not be the cheapest.
     Raises _GivenUpError.
     """
-    retained, risk, cost, paid = (np.zeros(1, dtype=np.int64) for _ in range(4))
+    retained, risk, cost, paid, held = (np.zeros(1, dtype=np.int64) for _ in range(5))
     steps: list[tuple[Integers, Integers]] = []
     for r in range(tables.regions):
         picks = np.array(
@@ -118,24 +120,39 @@ def _cheapest(
         )
         if tables.risk_room is not None:
             allowed &= risk[:, None] + tables.risk[r, picks] <= tables.risk_room
+        if relaxation.held is not None:
+            so_far = held[:, None] + tables.held[r, picks]
+            allowed &= (so_far <= relaxation.held) & (so_far + tables.regions - 1 - r >= relaxation.held)
         parents, columns = np.nonzero(allowed)
         taken = picks[columns]
         retained = retained[parents] + tables.retained[r, taken]
         risk = risk[parents] + tables.risk[r, taken]
         cost = cost[parents] + tables.cost[r, taken]
         paid = paid[parents] + due[columns]
-        kept = _unbeaten(retained, risk, cost, risky=tables.risk_room is not None)
+        held = held[parents]
+        if relaxation.held is not None:
+            held = held + tables.held[r, taken]
+        if len(parents) == 0:
+            return None
+        kept = _unbeaten(retained, risk, cost, held, risky=tables.risk_room is not None)
         if beam is not None and len(kept) > beam:
             kept = kept[np.argsort(paid[kept], kind="stable")[:beam]]
-        if len(kept) == 0:
-            return None
         retained, risk, cost, paid = retained[kept], risk[kept], cost[kept], paid[kept]
+        held = held[kept]
         steps.append((parents[kept].astype(np.int64), taken[kept]))
     return backtrack(steps, int(np.argmin(cost)))
 
 
-def _unbeaten(retained: Integers, risk: Integers, cost: Integers, *, risky: bool) -> Integers:
-    """Indices of labels without those that another one beats: all of them without risk, nearly all with it."""
+def _unbeaten(
+    retained: Integers, risk: Integers, cost: Integers, held: Integers, *, risky: bool
+) -> Integers:
+    """Indices of labels without those that another one with as many held regions beats: all of them without risk,
+    nearly all with it."""
+    groups = [np.flatnonzero(held == count) for count in np.unique(held)]
+    return np.concatenate([group[_unbeaten_in(retained[group], risk[group], cost[group], risky)] for group in groups])
+
+
+def _unbeaten_in(retained: Integers, risk: Integers, cost: Integers, risky: bool) -> Integers:
     left = _not_clearly_beaten(retained, risk, cost) if risky and len(cost) > GRID else np.arange(len(cost))
     order = left[np.lexsort((risk[left], cost[left], retained[left]))]
     c, k = cost[order], risk[order]
@@ -143,7 +160,7 @@ def _unbeaten(retained: Integers, risk: Integers, cost: Integers, *, risky: bool
     if risky:
         for stride in STRIDES:
             kept[stride:] &= ~((c[:-stride] <= c[stride:]) & (k[:-stride] <= k[stride:]))
-    elif len(order):
+    else:
         kept[1:] = c[1:] < np.minimum.accumulate(c)[:-1]
     return order[kept].astype(np.int64)
 

@@ -74,6 +74,28 @@ def fitting_choice(tables: Tables) -> tuple[int, ...] | None:
     return backtrack(steps, int(last[0])) if len(last) else None
 
 
+def possible_held(tables: Tables) -> frozenset[int]:
+    """How many regions can be held by a choice that keeps every memory row, whatever its risk. Exact.
+
+    For each number, only the least that the earlier regions can retain matters to the later ones.
+    """
+    never = np.iinfo(np.int64).max // 4
+    least = np.full(tables.regions + 2, never)
+    least[0] = 0
+    for r in range(tables.regions):
+        before = least[:-1, None]
+        fits = (
+            tables.usable[r]
+            & (before + tables.forward[r] <= tables.forward_room)
+            & (before + tables.retained[r] + tables.needed[r] <= tables.later_room[r])
+        )
+        after = np.where(fits, before + tables.retained[r], never)
+        free = np.where(tables.held[r], never, after).min(axis=1)
+        held = np.where(tables.held[r], after, never).min(axis=1)
+        least = np.minimum(np.append(free, never), np.concatenate(([never], held)))
+    return frozenset(int(count) for count in np.flatnonzero(least <= tables.head_room))
+
+
 def backtrack(steps: Sequence[tuple[Integers, Integers]], label: int) -> tuple[int, ...]:
     """The choice that ends in ``label``; each step holds the labels' parents and picks."""
     choice = []

@@ -19,7 +19,7 @@ from hilore.planner.cpsat import ORTOOLS_VERSION, Model
 from hilore.planner.greedy import greedy
 from hilore.planner.leastpeak import fitting_choice, smallest_budget
 from hilore.planner.problem import Problem, Solution, Verified
-from hilore.planner.relaxation import Relaxation, relax
+from hilore.planner.relaxation import Relaxation, Relaxer
 from hilore.planner.tables import Tables, make_tables
 from hilore.planner.verify import verify
 from hilore.runtime.errors import InternalError
@@ -28,7 +28,7 @@ SOLVER_NAME = f"cp-sat {ORTOOLS_VERSION} and label search"
 
 # CP-SAT's first run stops after so much of its deterministic time (about seconds) and at this share of the time left:
 # what symmetry makes slow there, the label search may close at once.
-FIRST_EFFORT = 1.0
+FIRST_EFFORT = 0.3
 FIRST_SHARE = 0.5
 
 
@@ -62,12 +62,13 @@ def solve(
     best = _Best(tables, min([baseline, *fitting], key=tables.total_cost))
     if late:
         return _solution(problem, tables, best, baseline, gap_percent, clock() - began)
-    relaxation = relax(tables)
-    best.raise_bound(relaxation.bound)
-    search = _Search(tables, relaxation, best, _allowed_gap(problem, best.bound_ns, gap_percent), clock)
-    search.cp_sat(clock() + FIRST_SHARE * (deadline - clock()), effort=FIRST_EFFORT)
-    search.labels(deadline)
-    search.cp_sat(deadline)
+    relaxer = Relaxer(tables)
+    root = relaxer.relax()
+    best.raise_bound(root.bound)
+    search = _Search(tables, best, _allowed_gap(problem, best.bound_ns, gap_percent), clock)
+    search.cp_sat(root, clock() + FIRST_SHARE * (deadline - clock()), effort=FIRST_EFFORT)
+    if not best.closed and clock() < deadline:
+        search.branches(relaxer.branches(root, best.cost - 1), deadline)
     return _solution(problem, tables, best, baseline, gap_percent, clock() - began)
 
 
@@ -178,47 +179,66 @@ def canonical(problem: Problem, tables: Tables, choice: tuple[int, ...]) -> tupl
 
 
 class _Search:
-    """The searches over what the relaxation leaves open; each one starts from the best choice so far."""
+    """The searches over what a relaxation leaves open; each one starts from the best choice so far."""
 
-    def __init__(
-        self, tables: Tables, relaxation: Relaxation, best: _Best, allowed_ns: int, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, tables: Tables, best: _Best, allowed_ns: int, clock: Callable[[], float]) -> None:
         self.tables = tables
-        self.relaxation = relaxation
         self.best = best
         self.allowed = allowed_ns * tables.cost_scale
         self.clock = clock
 
-    def labels(self, deadline: float) -> None:
-        """Close the gap altogether, where the label search can."""
+    def branches(self, relaxations: Sequence[Relaxation], deadline: float) -> None:
+        """Search the branches, which together hold every choice cheaper than the best, from the lowest bound on."""
+        best = self.best
+        bounds = {at: relaxation.bound for at, relaxation in enumerate(relaxations)}
+        for at in sorted(bounds, key=lambda at: bounds[at]):
+            if bounds[at] < best.cost and self.labels(relaxations[at], deadline):
+                bounds[at] = best.cost
+        for at in sorted(bounds, key=lambda at: bounds[at]):
+            left = deadline - self.clock()
+            waiting = sum(best.cost - bound > self.allowed for bound in bounds.values())
+            if best.cost - bounds[at] > self.allowed and left > 0:
+                bounds[at] = max(bounds[at], self.cp_sat(relaxations[at], self.clock() + left / waiting))
+        best.raise_bound(min([best.cost, *bounds.values()]))
+
+    def labels(self, relaxation: Relaxation, deadline: float) -> bool:
+        """Whether the label search proved that no choice of this relaxation is cheaper than the best one now is."""
         best, clock = self.best, self.clock
-        if best.closed or clock() >= deadline:
-            return
+        if clock() >= deadline:
+            return False
         found = labels.search(
-            self.tables, self.relaxation, known_cost=best.cost, out_of_time=lambda: clock() >= deadline
+            self.tables, relaxation, known_cost=best.cost, out_of_time=lambda: clock() >= deadline
         )
         if found.choice is not None:
             best.offer(found.choice)
-        if found.closed:
-            best.raise_bound(best.cost)
+        return found.closed
 
-    def cp_sat(self, deadline: float, *, effort: float = math.inf) -> None:
-        """CP-SAT until the gap is the allowed one; event rows are added as choices break them."""
+    def cp_sat(self, relaxation: Relaxation, deadline: float, *, effort: float = math.inf) -> int:
+        """CP-SAT until the gap is the allowed one; event rows are added as choices break them.
+
+        Returns a proven bound of this relaxation's choices; no choice that is worse than the best one counts.
+        """
         best, tables = self.best, self.tables
-        if best.cost - best.bound <= self.allowed or self.clock() >= deadline:
-            return
-        events = {*self.relaxation.events, tables.regions, 2 * tables.regions}
-        model = Model(tables, self.relaxation, best.cost, events)
-        while best.cost - best.bound > self.allowed and (left := deadline - self.clock()) > 0 and effort > 0:
+        bound = relaxation.bound
+        if best.cost - bound <= self.allowed or self.clock() >= deadline:
+            return bound
+        model = Model(tables, relaxation, best.cost, {*relaxation.events, tables.regions, 2 * tables.regions})
+        while best.cost - bound > self.allowed and (left := deadline - self.clock()) > 0 and effort > 0:
             run = model.run(best.choice, gap=self.allowed, limit_s=left, effort=effort)
             effort -= run.effort
-            if run.bound is not None:
-                best.raise_bound(min(run.bound, best.cost))
+            if run.empty:
+                if relaxation.held is None:
+                    raise InternalError("CP-SAT finds no choice where one is known to fit")
+                return best.cost
+            bound = max(bound, min(best.cost, bound if run.bound is None else run.bound))
+            if relaxation.held is None:
+                best.raise_bound(bound)
             if run.choice is None:
-                return
+                return bound
             broken = [int(event) for event in np.flatnonzero(tables.excess(run.choice) > 0)]
             if not broken:
                 best.offer(run.choice)
-                return
+                return bound
             for event in broken:
                 model.add(event)
+        return bound

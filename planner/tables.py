@@ -24,6 +24,7 @@ LARGEST_SUM = 2**60
 class Tables:
     """Arrays of shape [regions, most configurations of a region], padded where ``usable`` is False.
 
+    ``held``: whether a configuration is a held region.
     ``cost`` is ``extra_ns * cost_scale + lossy_units``: ties in time go to fewer L units, in the same proof.
     ``needed`` is the room of a region's backward, demoted or not. Rooms are what is left for a plan at each event,
     in bytes; ``later_room`` holds one per region's backward. ``risk_room`` None: risk cannot bind.
@@ -35,6 +36,7 @@ class Tables:
     extra: Integers
     cost: Integers
     risk: Integers
+    held: NDArray[np.bool_]
     usable: NDArray[np.bool_]
     cost_scale: int
     forward_room: int
@@ -121,12 +123,12 @@ def make_tables(problem: Problem) -> Tables:
     width = max(len(region.configurations) for region in regions)
     shape = (len(regions), width)
     retained, forward, needed, extra, lossy, risk = (np.zeros(shape, dtype=np.int64) for _ in range(6))
-    usable = np.zeros(shape, dtype=np.bool_)
+    usable, held = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
     bound = sum(max(region.risk) for region in regions) > problem.risk_limit
     for r, region in enumerate(regions):
         for k, c in enumerate(region.configurations):
             retained[r, k], forward[r, k], needed[r, k] = c.retained_bytes, c.forward_bytes, needed_backward_bytes(c)
-            extra[r, k], lossy[r, k] = c.extra_ns, c.lossy_units
+            extra[r, k], lossy[r, k], held[r, k] = c.extra_ns, c.lossy_units, c.hold
             usable[r, k] = not bound or region.risk[k] <= problem.risk_limit
             risk[r, k] = region.risk[k] if bound and usable[r, k] else 0
     scale = 1 + int(lossy.max(axis=1).sum())
@@ -142,6 +144,7 @@ def make_tables(problem: Problem) -> Tables:
         extra=extra,
         cost=extra * scale + lossy,
         risk=risk,
+        held=held,
         usable=usable,
         cost_scale=scale,
         forward_room=room,

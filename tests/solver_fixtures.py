@@ -330,7 +330,8 @@ def random_problem(rng: random.Random, regions: int, options: int) -> Problem:
                         backward=backward,
                         demoted=max(0, backward + rng.randint(-20, 20)),
                         extra=0 if k == options - 1 else rng.randint(0, 400),
-                        modes=modes,
+                        modes="H" if k == options - 1 > 0 else modes,
+                        hold=k == options - 1 > 0,
                     )
                 )
             risk = tuple(rng.randint(0, 50) if "L" in [u.mode for u in c.units] else 0 for c in choices)

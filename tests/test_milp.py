@@ -11,10 +11,10 @@ import pytest
 
 from hilore.planner import labels
 from hilore.planner.build import build_problem
-from hilore.planner.leastpeak import least_peak, smallest_budget
+from hilore.planner.leastpeak import least_peak, possible_held, smallest_budget
 from hilore.planner.milp import _Best, _Search, canonical, solve, within_gap
 from hilore.planner.problem import Problem, RegionProblem
-from hilore.planner.relaxation import relax
+from hilore.planner.relaxation import Relaxer
 from hilore.planner.tables import make_tables
 from hilore.planner.verify import reference_peaks, verify
 from hilore.runtime.errors import InternalError
@@ -68,7 +68,7 @@ def test_solver_equals_brute_force_on_random_problems(block: int) -> None:
 
 @pytest.mark.parametrize("block", range(4))
 def test_cp_sat_and_label_search_each_equal_brute_force_alone(block: int) -> None:
-    checked = 0
+    checked = branched = 0
     for seed in range(1000 + block * 20, 1020 + block * 20):
         rng = random.Random(seed)
         p = random_problem(rng, rng.randint(2, 5), rng.randint(2, 4))
@@ -77,18 +77,55 @@ def test_cp_sat_and_label_search_each_equal_brute_force_alone(block: int) -> Non
             continue
         tables = make_tables(p)
         start = least_peak(p).choice
-        relaxation = relax(tables)
-        assert relaxation.bound <= best * tables.cost_scale + tables.cost_scale - 1, seed
-        by_cp_sat = _Best(tables, start)
-        _Search(tables, relaxation, by_cp_sat, 0, lambda: 0.0).cp_sat(60.0)
-        assert tables.total_extra(by_cp_sat.choice) == best, seed
-        assert by_cp_sat.closed, seed
+        relaxer = Relaxer(tables)
+        root = relaxer.relax()
+        assert root.bound <= best * tables.cost_scale + tables.cost_scale - 1, seed
+        whole = _Best(tables, start)
+        bound = _Search(tables, whole, 0, lambda: 0.0).cp_sat(root, 60.0)
+        assert (tables.total_extra(whole.choice), bound) == (best, whole.cost), seed
         known = tables.total_cost(start)
-        found = labels.search(tables, relaxation, known_cost=known, out_of_time=lambda: False)
+        found = labels.search(tables, root, known_cost=known, out_of_time=lambda: False)
         assert found.closed, seed
         assert tables.total_extra(found.choice or start) == best, seed
+        branches = relaxer.branches(root, known - 1)
+        answers = [labels.search(tables, b, known_cost=known, out_of_time=lambda: False) for b in branches]
+        assert all(answer.closed for answer in answers), seed
+        choices = [answer.choice for answer in answers if answer.choice is not None]
+        assert min(map(tables.total_extra, [start, *choices])) == best, seed
+        by_branches = _Best(tables, start)
+        searched = _Search(tables, by_branches, 0, lambda: 0.0)
+        for branch in branches:
+            searched.cp_sat(branch, 60.0)
+        assert tables.total_extra(by_branches.choice) == best, seed
         checked += 1
+        branched += len(branches) > 1
     assert checked >= 8
+    assert branched >= 2
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_branch_holds_so_many_regions_and_its_bound_is_one(seed: int) -> None:
+    rng = random.Random(seed)
+    p = random_problem(rng, 4, 3)
+    tables = make_tables(p)
+    relaxer = Relaxer(tables)
+    root = relaxer.relax()
+    cheapest: dict[int, int] = {}
+    for choice in itertools.product(*(range(len(region.configurations)) for region in p.regions)):
+        if tables.fits(choice):
+            held = sum(p.regions[r].configurations[k].hold for r, k in enumerate(choice))
+            cheapest[held] = min(cheapest.get(held, 10**18), tables.total_cost(choice))
+    assert root.bound <= min(cheapest.values(), default=root.bound)
+    assert possible_held(tables) >= cheapest.keys()
+    if tables.risk_room is None:
+        assert possible_held(tables) == cheapest.keys()
+    for branch in relaxer.branches(root, 10**9):
+        if branch.held is None:
+            assert root is branch
+        elif branch.held in cheapest:
+            assert branch.bound <= cheapest[branch.held]
+    open_branches = {branch.held for branch in relaxer.branches(root, min(cheapest.values(), default=0))}
+    assert not cheapest or {None, min(cheapest, key=lambda h: cheapest[h])} & open_branches
 
 
 def test_ties_go_to_fewer_lossy_units_and_the_bound_stays_a_bound_of_time() -> None:
@@ -188,7 +225,7 @@ def test_an_infeasible_problem_never_reaches_the_solver(monkeypatch: pytest.Monk
     def never(*_: object) -> None:
         raise AssertionError("the solver ran")
 
-    monkeypatch.setattr("hilore.planner.milp.relax", never)
+    monkeypatch.setattr("hilore.planner.milp.Relaxer", never)
     p = problem36(budget=100)
     solution = solve(p, time_limit_s=60)
     assert solution.status == "infeasible"
@@ -203,3 +240,22 @@ def test_a_disagreement_between_search_and_verifier_is_our_bug(monkeypatch: pyte
     monkeypatch.setattr(milp, "verify", lambda p, c: replace(honest(p, c), peak_bytes=p.budget_bytes + 1))
     with pytest.raises(InternalError, match=r"verified peak 701 bytes, budget 700 bytes"):
         solve(problem36(budget=700), time_limit_s=10)
+
+
+@pytest.mark.parametrize("risky", [False, True])
+@pytest.mark.parametrize("count", [50, 3000])
+def test_labels_are_dropped_only_for_a_better_one_with_as_many_held_regions(count: int, risky: bool) -> None:
+    rng = np.random.default_rng(count)
+    retained, risk, cost = (rng.integers(0, 60, count) for _ in range(3))
+    held = rng.integers(0, 3, count)
+    if not risky:
+        risk = np.zeros(count, dtype=np.int64)
+    kept = labels._unbeaten(retained, risk, cost, held, risky=risky)
+    assert len(set(kept.tolist())) == len(kept) < count / 2
+    for lost in set(range(count)) - set(kept.tolist()):
+        assert (
+            (held[kept] == held[lost])
+            & (retained[kept] <= retained[lost])
+            & (risk[kept] <= risk[lost])
+            & (cost[kept] <= cost[lost])
+        ).any()

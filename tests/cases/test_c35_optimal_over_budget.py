@@ -114,12 +114,12 @@ def test_the_verifier_has_the_last_word_on_time_and_on_risk(monkeypatch: pytest.
 
 
 def test_a_bound_above_a_known_plan_is_our_bug(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = milp.relax
+    honest = milp.Relaxer.relax
 
-    def too_high(tables: milp.Tables) -> milp.Relaxation:
-        found = honest(tables)
+    def too_high(relaxer: milp.Relaxer) -> milp.Relaxation:
+        found = honest(relaxer)
         return replace(found, exact_bound=found.exact_bound << 1)
 
-    monkeypatch.setattr(milp, "relax", too_high)
+    monkeypatch.setattr(milp.Relaxer, "relax", too_high)
     with pytest.raises(InternalError, match="lies above a choice of cost"):
         solve(problem36(900), time_limit_s=10)
