@@ -22,6 +22,22 @@ class _Running(threading.local):
 running = _Running()
 
 
+class RunningAs:
+    """Make ``frame`` the one that unit calls belong to."""
+
+    __slots__ = ("_before", "_frame")
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+
+    def __enter__(self) -> None:
+        self._before = running.frame
+        running.frame = self._frame
+
+    def __exit__(self, *_: object) -> None:
+        running.frame = self._before
+
+
 @dataclass(frozen=True, slots=True)
 class RandomState:
     """CPU generator state and those of the accelerators that the arguments live on."""

@@ -16,12 +16,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hilore.runtime.ambient import AutocastState, RandomState, device_type_of, running, tensors_in
+from hilore.runtime.ambient import AutocastState, RandomState, RunningAs, device_type_of, tensors_in
 from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
 from hilore.runtime.saved import Entry, mutated
+from hilore.runtime.slots import Direct, Slot, is_parameter
 from hilore.runtime.unit import UnitRecord
 
 if TYPE_CHECKING:
@@ -30,47 +30,6 @@ if TYPE_CHECKING:
 
 class _EndOfReplay(BaseException):
     """Raised inside a replay once nothing more is needed. Not an Exception: user code must not swallow it."""
-
-
-class Slot:
-    """What autograd holds instead of a dropped tensor."""
-
-    __slots__ = ("__weakref__", "dtype", "frame", "late", "shape", "value", "version")
-
-    def __init__(self, frame: Frame, tensor: torch.Tensor, late: bool) -> None:
-        self.frame = frame
-        self.late = late
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.value: torch.Tensor | None = None
-        self.version = 0
-
-    def take(self) -> torch.Tensor:
-        if self.value is None:
-            self.frame.replay(self.late)
-        value = self.value
-        if value is None:
-            raise self.frame.mismatch("it saved fewer tensors than its forward")
-        if value._version != self.version:
-            raise mutated(self.frame.region_name, self.version, value._version)
-        self.value = None
-        return value
-
-
-class Direct:
-    """A parameter that autograd saved: an alias of it, never dropped."""
-
-    __slots__ = ("tensor", "unit_name", "version")
-
-    def __init__(self, tensor: torch.Tensor, unit_name: str) -> None:
-        self.tensor = tensor.detach()
-        self.version = tensor._version
-        self.unit_name = unit_name
-
-    def take(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise mutated(self.unit_name, self.version, self.tensor._version)
-        return self.tensor
 
 
 def _unpack(packed: Slot | Direct | Entry) -> torch.Tensor:
@@ -123,7 +82,6 @@ class Frame:
         """Bytes of stored outputs, exact and encoded."""
         return sum(record.kept.nbytes for record in self.records.values() if record.kept is not None)
 
-    @property
     def _compute_dtype(self) -> torch.dtype:
         """Autocast's dtype where it is on, else that of the first floating input."""
         inputs = [tensor for tensor, _ in self.input_versions]
@@ -132,7 +90,7 @@ class Frame:
 
     def run(self) -> Any:
         """The forward. Raises what the region raises; SavedTensorMutated if a kept output was changed in place."""
-        with self.region.installed(self._intercepted), _RunningAs(self), saved_tensors_hooks(self._pack, _unpack):
+        with self.region.installed(self._intercepted), RunningAs(self), saved_tensors_hooks(self._pack, _unpack):
             result = self.call(*self.args, **self.kwargs)
         self._check_kept()
         return result
@@ -173,7 +131,7 @@ class Frame:
             self.record = None
         action = self.actions[unit_name]
         if action.kept:
-            record.keep(result, action.codec, self._compute_dtype)
+            record.keep(result, action.codec, self._compute_dtype() if action.codec is not None else None)
         else:
             record.watch_output(result)
         if record.may_draw or kwargs.get("dropout"):
@@ -208,7 +166,7 @@ class Frame:
                 stack.enter_context(self.autocast.applied())
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(self.region.installed(self._intercepted))
-                stack.enter_context(_RunningAs(self))
+                stack.enter_context(RunningAs(self))
                 stack.enter_context(saved_tensors_hooks(self._pack_in_replay, _unpack_in_replay))
                 if self._pending:
                     self.call(*self.args, **self.kwargs)
@@ -236,7 +194,7 @@ class Frame:
     def _pack(self, tensor: torch.Tensor) -> Slot | Direct | Entry:
         if self.record is not None:
             return self.record.pack(self, tensor)
-        if _is_parameter(tensor):
+        if is_parameter(tensor):
             return Direct(tensor, self.region_name)
         slot = Slot(self, tensor, late=self._in_late_part)
         self.slots.append(weakref.ref(slot))
@@ -260,7 +218,7 @@ class Frame:
             self.record.refill(self._entry_cursor, value, fill=wanted)
             self._entry_cursor += 1
             return value if wanted else None
-        if _is_parameter(tensor):
+        if is_parameter(tensor):
             return value
         if self._cursor >= len(self.slots):
             raise self.mismatch(f"it saved more than the {len(self.slots)} tensors of its forward")
@@ -325,23 +283,3 @@ class Frame:
         self._pending -= 1
         if self._pending == 0:
             raise _EndOfReplay
-
-
-class _RunningAs:
-    """Make ``frame`` the one that unit calls belong to."""
-
-    __slots__ = ("_before", "_frame")
-
-    def __init__(self, frame: Frame) -> None:
-        self._frame = frame
-
-    def __enter__(self) -> None:
-        self._before = running.frame
-        running.frame = self._frame
-
-    def __exit__(self, *_: object) -> None:
-        running.frame = self._before
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

@@ -112,16 +112,17 @@ class Watch:
 class Kept:
     """A stored output: exact, or encoded with all that decoding needs."""
 
-    __slots__ = ("_watch", "encoded", "layout", "tensor")
+    __slots__ = ("_saved_version", "_watch", "encoded", "layout", "tensor")
 
     def __init__(self, output: torch.Tensor, codec: str | None) -> None:
         self.layout = Layout.of(output)
-        self._watch = Watch(output)
+        self._saved_version = output._version
         self.tensor: torch.Tensor | None = None
         self.encoded: Encoded | None = None
         if codec is None:
             self.tensor = output.detach()
         else:
+            self._watch = Watch(output)
             with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
                 self.encoded = get_codec(codec).encode(output.detach())
 
@@ -141,8 +142,9 @@ class Kept:
         return self.tensor
 
     def check(self, unit_name: str) -> None:
-        if self._watch.changed:
-            raise mutated(unit_name, self._watch.saved_version, self._watch.version)
+        version = self.tensor._version if self.tensor is not None else self._watch.version
+        if version != self._saved_version:
+            raise mutated(unit_name, self._saved_version, version)
 
 
 def mutated(unit_name: str, saved_version: int, version: int) -> SavedTensorMutated:

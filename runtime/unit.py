@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hilore.runtime.alias import is_placeholder, non_leaf_alias, placeholder
 from hilore.runtime.ambient import RandomState, tensors_in
 from hilore.runtime.derive import Derivation, derivation_of
 from hilore.runtime.eligibility import role_of
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 ACTIVATION = "activation"
 ENCODE_FLOOR_BYTES = 1 << 10
-_ANCHOR = torch.zeros((), requires_grad=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +105,10 @@ class UnitRecord:
                 self._settle(index, entry, output, sources, own_state)
         return result
 
-    def keep(self, result: Any, codec: str | None, compute_dtype: torch.dtype) -> None:
+    def keep(self, result: Any, codec: str | None, compute_dtype: torch.dtype | None) -> None:
         """Store the output: encoded where the plan says so and it is an activation, else as it is."""
         output = self._output(result)
-        if codec is not None:
+        if codec is not None and compute_dtype is not None:
             self.encode_role = role_of(
                 output,
                 compute_dtype=compute_dtype,
@@ -164,7 +164,9 @@ class UnitRecord:
                 raise self.mismatch("its output is needed but was not kept, so its liveness is wrong")
             else:
                 entry.fill(self._view(role, stored, self.output_layout))
-        output = non_leaf_alias(stored if stored is not None else self._placeholder(), self.output_requires_grad)
+        assert self.output_layout is not None
+        replaced = stored if stored is not None else placeholder(self.output_layout)
+        output = non_leaf_alias(replaced, self.output_requires_grad)
         if self.output_place < 0:
             return output
         return (*self.template[: self.output_place], output, *self.template[self.output_place + 1 :])
@@ -243,7 +245,7 @@ class UnitRecord:
 
     def _view(self, role: Role, now: torch.Tensor, planned: Layout) -> torch.Tensor:
         if role.derive is not None:
-            if now.shape != planned.shape or now.dtype != planned.dtype or _is_placeholder(now):
+            if now.shape != planned.shape or now.dtype != planned.dtype or is_placeholder(now):
                 raise self.mismatch("an argument that backward needs is not what it was in forward")
             return now.detach()
         if not Layout.of(now).same_view(planned):
@@ -254,11 +256,6 @@ class UnitRecord:
             )
         offset = role.layout.offset - planned.offset + now.storage_offset()
         return now.detach().as_strided(role.layout.shape, role.layout.stride, offset)
-
-    def _placeholder(self) -> torch.Tensor:
-        layout = self.output_layout
-        assert layout is not None
-        return torch.full((), float("nan"), dtype=layout.dtype, device=layout.device).expand(layout.shape)
 
 
 def output_of(unit_name: str, result: Any) -> tuple[torch.Tensor, int]:
@@ -275,30 +272,5 @@ def output_of(unit_name: str, result: Any) -> tuple[torch.Tensor, int]:
     return result[places[0]], places[0]
 
 
-class _Alias(torch.autograd.Function):
-    """An alias of a stored tensor behind a node that holds nothing: a leaf would be held by its accumulation node
-    until the whole replay is over."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-        return stored.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise ReplayMismatchError("a backward ran through a replay; replays only make tensors")
-
-
-def non_leaf_alias(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    """``tensor`` as backward-time code must see it: a non-leaf with the requires_grad of the forward."""
-    if not requires_grad:
-        return tensor.detach()
-    alias: torch.Tensor = _Alias.apply(_ANCHOR, tensor)  # type: ignore[no-untyped-call]
-    return alias
-
-
 def _own_state(module: nn.Module) -> list[torch.Tensor]:
     return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-
-
-def _is_placeholder(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 1 and all(step == 0 for step in tensor.stride())

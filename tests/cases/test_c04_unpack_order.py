@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hilore.runtime.frame import Frame, Slot
+from hilore.runtime.frame import Frame
 from hilore.runtime.saved import Entry
+from hilore.runtime.slots import Slot
 from tests import models
 from tests.plans import assert_exact, attach_plan, gradients, keepable, loss_of, plan_for, units_of
 
