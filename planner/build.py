@@ -131,7 +131,24 @@ def build_regions(
                 )
             ready[key] = _region_problem(region_class, offered[pairs], profile, factor)
         result.append(replace(ready[key], name=region.name))
+    if bucket.outside.leaf_boundary_bytes:
+        result[0] = _without_boundary(result[0], bucket.outside.leaf_boundary_bytes)
     return tuple(result)
+
+
+def _without_boundary(first: RegionProblem, leaf_boundary_bytes: int) -> RegionProblem:
+    """The first region where its boundary is counted before it already (trace.Outside)."""
+    return replace(
+        first,
+        configurations=tuple(
+            replace(
+                configuration,
+                retained_bytes=configuration.retained_bytes - (0 if configuration.hold else leaf_boundary_bytes),
+                forward_bytes=configuration.forward_bytes - leaf_boundary_bytes,
+            )
+            for configuration in first.configurations
+        ),
+    )
 
 
 def _risks_by_region(calibration: Calibration) -> dict[str, dict[tuple[str, str], UnitRisk]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,15 @@ class RegionCost:
     extra_ns: int
     demoted_extra_ns: int
     risk: int
+
+
+def without_boundary(cost: RegionCost, leaf_boundary_bytes: int, *, held: bool) -> RegionCost:
+    """A first region whose boundary is counted before it already; a held region keeps none anyway."""
+    return replace(
+        cost,
+        retained_bytes=cost.retained_bytes - (0 if held else leaf_boundary_bytes),
+        forward_bytes=cost.forward_bytes - leaf_boundary_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)

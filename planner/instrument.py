@@ -86,7 +86,8 @@ def _run(
     retained = meter.live_bytes - base - root_bytes
     meter.reset_peak()
     root.backward()  # type: ignore[no-untyped-call]
-    backward = meter.peak_bytes - base - retained - output_bytes
+    # The root and its own gradient exist only here.
+    backward = meter.peak_bytes - base - retained - output_bytes - 2 * root_bytes
     del root
     return RegionBytes(retained, forward_bytes, max(backward, 0), meter.live_bytes - base)
 

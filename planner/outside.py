@@ -30,6 +30,7 @@ class OutsideCosts:
     """Bytes: see planner/trace.py, Outside. ``forward_ns``, ``backward_ns``: what a clock saw outside of regions."""
 
     before_bytes: int
+    leaf_boundary_bytes: int
     head_bytes: int
     head_left_bytes: int
     tail_bytes: int
@@ -83,6 +84,7 @@ def measure_outside(
     before = edges.entered - fixed
     return OutsideCosts(
         before,
+        edges.leaf_boundary,
         edges.head_peak - edges.all_retained,
         edges.after_head - edges.all_retained,
         max(tail_peak - fixed - before, 0),
@@ -107,6 +109,7 @@ class _Edges:
         self.clock = clock or (lambda: 0)
         self.first, self.last = regions[0].name, regions[-1].name
         self.entered = self.all_retained = self.head_peak = self.after_head = self.skipped_ns = 0
+        self.leaf_boundary = 0
         self.tail_begun = False
         self._head_parameters = head_parameters
         self._forms: dict[int, tuple[list[Any], Any]] = {}
@@ -117,7 +120,10 @@ class _Edges:
             self.gathers.enter_regions()
             self.entered = self.meter.live_bytes - self.gathers.held_bytes
             # Of frozen embeddings it is a leaf (``enable_input_require_grads``), which the graph itself keeps.
-            self.entered -= 0 if boundary.is_leaf and boundary.requires_grad else _nbytes(boundary)
+            if boundary.is_leaf and boundary.requires_grad:
+                self.leaf_boundary = _nbytes(boundary)
+            else:
+                self.entered -= _nbytes(boundary)
             if boundary.requires_grad:
                 boundary.register_hook(lambda _gradient: self.begin_tail())  # type: ignore[no-untyped-call]
         result = self._stand_in(region, forward, args, kwargs)

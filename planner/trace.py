@@ -111,7 +111,9 @@ class Outside:
     """All that is in no region.
 
     ``before_bytes``: alive from before the first region until the end of backward beside boundaries (inputs, masks,
-    rotary tables, embedding's saved tensors). ``head_bytes``: highest live bytes during final norm, lm_head,
+    rotary tables, embedding's saved tensors), and ``leaf_boundary_bytes`` of it the first region's boundary, where it
+    is a leaf that the graph itself keeps (frozen embeddings made to require grad): the first region then keeps no
+    other copy of it. ``head_bytes``: highest live bytes during final norm, lm_head,
     log-probabilities, loss and their backward, beyond what was live after the last region's forward.
     ``head_left_bytes``: what the head still holds when the last region's backward begins (incoming gradient and
     the head's parameter gradients). ``tail_bytes``: the same as ``head_bytes`` for the backward of what lies before
@@ -126,6 +128,7 @@ class Outside:
     forward_ns: int
     backward_ns: int
     optimizer_ns: int
+    leaf_boundary_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,7 @@ def _as_outside(costs: OutsideCosts) -> Outside:
         forward_ns=costs.forward_ns,
         backward_ns=costs.backward_ns,
         optimizer_ns=0,
+        leaf_boundary_bytes=costs.leaf_boundary_bytes,
     )
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from hilore.planner.events import Event, RegionCost, Surroundings, events
+from hilore.planner.events import Event, RegionCost, Surroundings, events, without_boundary
 from hilore.planner.modecost import exact_cost, region_cost
 from hilore.planner.problem import RISK_SCALE, Problem, Verified
 from hilore.planner.trace import Bucket, Trace
@@ -80,6 +80,7 @@ def verify_modes(trace: Trace, bucket: Bucket, regions: Sequence[RegionPlan], *,
     for region, known in zip(regions, bucket.regions, strict=True):
         risk = 0 if risk_free else _risk(trace, region)
         costs.append(region_cost(region, bucket.classes[known.class_index], risk))
+    costs[0] = without_boundary(costs[0], bucket.outside.leaf_boundary_bytes, held=regions[0].hold)
     return _verified(surroundings(trace, bucket), costs)
 
 
@@ -129,6 +130,7 @@ def _references(bucket: Bucket, *, gc: bool) -> list[RegionCost]:
         used = region_class.gc if gc else region_class.hold
         replay_ns = region_class.gc_replay_ns if gc else 0
         costs.append(exact_cost(region.name, region_class, used, replay_ns))
+    costs[0] = without_boundary(costs[0], bucket.outside.leaf_boundary_bytes, held=not gc)
     return costs
 
 

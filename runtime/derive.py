@@ -15,8 +15,15 @@ Rule = Callable[[torch.Tensor, torch.Size, torch.dtype], torch.Tensor | None]
 
 
 def _cast(source: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-    """A cast and/or a contiguous copy: under autocast of an fp32 input, before a kernel that wants it dense."""
-    if source.numel() != shape.numel() or not source.is_floating_point() or not dtype.is_floating_point:
+    """A cast and/or a contiguous copy, with leading dimensions merged as a matrix product does.
+
+    Under autocast of an fp32 input, before a kernel that wants it dense. Any other shape of the same size is no cast:
+    a log-sum-exp can have as many elements as k.
+    """
+    if not source.is_floating_point() or not dtype.is_floating_point or source.dim() == 0:
+        return None
+    merged = (source.shape[:-1].numel(), source.shape[-1])
+    if tuple(shape) not in (tuple(source.shape), merged):
         return None
     return source.to(dtype).reshape(shape)
 
