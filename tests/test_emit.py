@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -267,3 +269,24 @@ def test_a_trace_without_bucket_or_with_edges_that_fall_is_refused(trace: Trace)
 def test_nothing_in_the_result_is_left_out_of_the_files(result: SolveResult) -> None:
     data = json.loads(plan_text(result.plans[0]))
     assert set(data) == set(asdict(result.plans[0])) - {"path"}
+
+
+def test_plans_do_not_depend_on_the_process(result: SolveResult, trace: Trace) -> None:
+    """Two ranks that solve the same trace must hold the same plans: sets iterate in another order there."""
+    program = (
+        "import sys, json\n"
+        "from tests.test_emit import FEW, between, same\n"
+        "from tests.solver_fixtures import MIB, qwen_trace\n"
+        "from hilore.planner.emit import solve_trace\n"
+        "trace = qwen_trace(layers=4, buckets=(512, 1024), kept_names=FEW, split=True)\n"
+        "found = solve_trace(trace, budget_bytes=between(trace, 0.4), delta=0.5, margin_bytes=7 * MIB,"
+        " command='solve it')\n"
+        "json.dump([same(plan) for plan in found.plans], sys.stdout)\n"
+    )
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[1])}
+        run = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=300
+        )
+        assert run.returncode == 0, run.stderr
+        assert json.loads(run.stdout) == [same(plan) for plan in result.plans]
