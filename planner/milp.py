@@ -1,8 +1,9 @@
 """Problem -> Solution: the mixed-integer program, its proof, and which of the possible answers it is.
 
-Order: does any plan fit (exact, before any solver); greedy; relaxation and its exact bound; CP-SAT on what the bound
-leaves open, until the gap asked for is proven; label search, which closes the rest of the gap where it can, so that
-plans of a larger budget or delta are never slower. A status is read before any value is.
+Order: does any plan fit (exact, before any solver); greedy; relaxation and its exact bound; a short run of CP-SAT on
+what the bound leaves open; one branch per number of held regions, each closed by label search where it can be, so that
+plans of a larger budget or delta are never slower, and else by CP-SAT until the gap asked for is proven. A status is
+read before any value is.
 """
 
 from __future__ import annotations
