@@ -129,7 +129,8 @@ def _add_lora(model: nn.Module, spec: ModelSpec) -> nn.Module:
     except ImportError as error:
         raise SourceError(
             f"adapter.kind: 'lora' needs peft ({error}); type: pip install 'hilore-plan[hf]'",
-            key="adapter.kind", value="lora",
+            key="adapter.kind",
+            value="lora",
         ) from error
     adapter = spec.adapter
     targets = adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets)
@@ -166,7 +167,8 @@ def _check_targets(model: nn.Module, targets: str | list[str]) -> None:
         hint = f"did you mean '{guess[0]}'?" if guess else f"its linear layers are {', '.join(known)}"
         raise SourceError(
             f"adapter.targets: '{target}' matches no module of {type(model).__name__}; {hint}",
-            key="adapter.targets", value=target,
+            key="adapter.targets",
+            value=target,
         )
 
 

@@ -126,9 +126,7 @@ def build_regions(
         if key not in ready:
             pairs = (region.class_index, frozenset(profile))
             if pairs not in offered:
-                offered[pairs] = configurations(
-                    region_class, codecs=pairs[1], lossy=lossy, granularity=granularity
-                )
+                offered[pairs] = configurations(region_class, codecs=pairs[1], lossy=lossy, granularity=granularity)
             ready[key] = _region_problem(region_class, offered[pairs], profile, factor)
         result.append(replace(ready[key], name=region.name))
     if bucket.outside.leaf_boundary_bytes:

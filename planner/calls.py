@@ -144,9 +144,7 @@ def _attention_nodes(span: Span) -> dict[str, list[tuple[torch.fx.Node, ...]]]:
     return by_path
 
 
-def _unit(
-    name: str, kind: str, path: str, nodes: tuple[torch.fx.Node, ...], span: Span, flops: int
-) -> UnitCall:
+def _unit(name: str, kind: str, path: str, nodes: tuple[torch.fx.Node, ...], span: Span, flops: int) -> UnitCall:
     return UnitCall(name, kind, relative(path, span.region.path), nodes, _read_outside(nodes)[-1], flops)
 
 

@@ -71,9 +71,7 @@ def _offers(unit: UnitTrace, allowed: Collection[tuple[str, str]] | None) -> tup
     return tuple(cost for cost in unit.codecs if allowed is None or (unit.name, cost.codec) in allowed)
 
 
-def _assignments(
-    region_class: RegionClass, offers: dict[str, tuple[CodecCost, ...]]
-) -> Iterator[_Assignment]:
+def _assignments(region_class: RegionClass, offers: dict[str, tuple[CodecCost, ...]]) -> Iterator[_Assignment]:
     order = {unit.name: position for position, unit in enumerate(region_class.units)}
     kept_names = {keep_set: sorted(keep_set.kept, key=order.__getitem__) for keep_set in region_class.keep_sets}
     raw = sum(_product(len(offers[name]) + 1 for name in names) for names in kept_names.values())

@@ -37,9 +37,7 @@ class Model:
         window = relaxation.slack(most_cost)
         self.tables = tables
         self.events: set[int] = set()
-        self.columns = [
-            (int(r), int(k)) for r, k in np.argwhere(tables.usable) if relaxation.penalty[r, k] <= window
-        ]
+        self.columns = [(int(r), int(k)) for r, k in np.argwhere(tables.usable) if relaxation.penalty[r, k] <= window]
         self.model = cp_model.CpModel()
         self.variables = [self.model.new_bool_var(f"{r}:{k}") for r, k in self.columns]
         by_region: list[list[cp_model.IntVar]] = [[] for _ in range(tables.regions)]

@@ -180,9 +180,7 @@ def _no_plan(job: Job, options: Options) -> NoPlanError:
         )
     else:
         message += "; the all-R plan does not fit, but some plan does: use a longer --time-limit"
-    return NoPlanError(
-        message, all_r_fits=fits, all_r_peak_bytes=all_r.peak_bytes, all_r_step_ns=all_r.step_ns
-    )
+    return NoPlanError(message, all_r_fits=fits, all_r_peak_bytes=all_r.peak_bytes, all_r_step_ns=all_r.step_ns)
 
 
 def _set_id(trace: Trace, options: Options) -> str:

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from hilore.planner.profile import REPEATS, WARM_UP, Clock, codec_costs, device_
 from hilore.planner.roofline import RooflineClock, estimated_codec_costs
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import CodecCost
+from hilore.planner.yaml_lines import parse_yaml
 from hilore.runtime.errors import UnsupportedModelError
 
 # One cuBLAS handle of the thread that runs forward, one of autograd's.
@@ -60,9 +62,9 @@ def target_of(spec: ModelSpec) -> Target:
     Raises UnknownGpuError for a card that the table does not have, UnsupportedModelError where model.yaml names none
     and none is here.
     """
-    where = f"{spec.path}: device.gpu" if spec.path else "device.gpu"
     if spec.device.kind == "cpu":
         return Target(torch.device("cpu"), None, False, "cpu", 0, 0)
+    where = f"{_place(spec)}device.gpu"
     named = gpu_named(spec.device.gpu, where=where) if spec.device.gpu else None
     if torch.cuda.is_available():
         here = torch.cuda.get_device_name()
@@ -78,6 +80,14 @@ def target_of(spec: ModelSpec) -> Target:
         )
     workspace = named.cublas_workspace_bytes * _CUBLAS_HANDLES
     return Target(torch.device("cpu"), named, True, named.name, named.memory_bytes, workspace)
+
+
+def _place(spec: ModelSpec) -> str:
+    """``file:line: `` of the device section, nothing where the spec comes out of a trace or its file is gone."""
+    path = Path(spec.path)
+    if not spec.path or not path.is_file():
+        return ""
+    return f"{spec.path}:{parse_yaml(path.read_text(encoding='utf-8')).line('device', 'gpu')}: "
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ def generate_rollouts(
         raise SourceError(
             f"model.source: '{actor.spec.model.source}' brings no tokenizer, so it cannot answer prompts; use "
             "calibration.source: synthetic",
-            key="model.source", value=actor.spec.model.source,
+            key="model.source",
+            value=actor.spec.model.source,
         )
     training = actor.model.training
     actor.model.eval()

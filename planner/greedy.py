@@ -47,9 +47,7 @@ def _later_room(room: Integers, regions: int) -> Integers:
     return result
 
 
-def _fits(
-    tables: Tables, choice: Integers, more: Integers, room: Integers, later: Integers
-) -> NDArray[np.bool_]:
+def _fits(tables: Tables, choice: Integers, more: Integers, room: Integers, later: Integers) -> NDArray[np.bool_]:
     """Which switches keep every event's room, shape [regions, configurations]."""
     n, at = tables.regions, choice[:, None]
     working = tables.needed - np.take_along_axis(tables.needed, at, axis=1)

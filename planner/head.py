@@ -120,7 +120,8 @@ def _output_layer(causal: Any, head: str) -> tuple[nn.Linear, float | None]:
         raise UnsupportedModelError(
             f"loss.head: {head} needs a plain nn.Linear as output layer, {type(causal).__name__} has "
             f"{type(lm_head).__name__}; set loss.head: naive",
-            field="head", found=type(lm_head).__name__,
+            field="head",
+            found=type(lm_head).__name__,
         )
     config = causal.config.get_text_config()
     for name in _LOGIT_SCALES:
@@ -128,6 +129,7 @@ def _output_layer(causal: Any, head: str) -> tuple[nn.Linear, float | None]:
             raise UnsupportedModelError(
                 f"loss.head: {head} does not know the logit scale '{name}' of {type(causal).__name__}; "
                 "set loss.head: naive",
-                field="head", found=name,
+                field="head",
+                found=name,
             )
     return lm_head, getattr(config, "final_logit_softcapping", None)

@@ -68,9 +68,7 @@ def _measure(
             parameter.grad = None
 
 
-def _run(
-    meter: StorageMeter, runner: RegionRunner, forward: Callable[[torch.Tensor], torch.Tensor]
-) -> RegionBytes:
+def _run(meter: StorageMeter, runner: RegionRunner, forward: Callable[[torch.Tensor], torch.Tensor]) -> RegionBytes:
     base = meter.live_bytes
     # A boundary inside a model is no leaf: nothing but who uses it keeps it, and its gradient is handed on.
     anchor = torch.empty(0, requires_grad=runner.inputs.requires_grad)

@@ -25,9 +25,7 @@ def worthwhile_sets(
     """
     names = [unit.name for unit in units if unit.name in keepable]
     subsets = [subset for size in range(len(names) + 1) for subset in combinations(names, size)]
-    times = {
-        subset: sum(run_ns[name] for name in running_units(units, frozenset(subset))[0]) for subset in subsets
-    }
+    times = {subset: sum(run_ns[name] for name in running_units(units, frozenset(subset))[0]) for subset in subsets}
     chosen = {subset for subset in subsets if len(subset) <= 1}
     for weight in weights:
         chosen |= _front(subsets, times, {s: sum(weight[name] for name in s) for s in subsets})

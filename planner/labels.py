@@ -37,9 +37,7 @@ class Found:
     closed: bool
 
 
-def search(
-    tables: Tables, relaxation: Relaxation, *, known_cost: int, out_of_time: Callable[[], bool]
-) -> Found:
+def search(tables: Tables, relaxation: Relaxation, *, known_cost: int, out_of_time: Callable[[], bool]) -> Found:
     """The cheapest choice that fits, if it is cheaper than ``known_cost``; exact where ``closed``.
 
     With a relaxation for so many held regions, only choices with as many are looked at.
@@ -143,9 +141,7 @@ def _cheapest(
     return backtrack(steps, int(np.argmin(cost)))
 
 
-def _unbeaten(
-    retained: Integers, risk: Integers, cost: Integers, held: Integers, *, risky: bool
-) -> Integers:
+def _unbeaten(retained: Integers, risk: Integers, cost: Integers, held: Integers, *, risky: bool) -> Integers:
     """Indices of labels without those that another one with as many held regions beats: all of them without risk,
     nearly all with it."""
     groups = [np.flatnonzero(held == count) for count in np.unique(held)]

@@ -207,9 +207,7 @@ class _Search:
         best, clock = self.best, self.clock
         if clock() >= deadline:
             return False
-        found = labels.search(
-            self.tables, relaxation, known_cost=best.cost, out_of_time=lambda: clock() >= deadline
-        )
+        found = labels.search(self.tables, relaxation, known_cost=best.cost, out_of_time=lambda: clock() >= deadline)
         if found.choice is not None:
             best.offer(found.choice)
         return found.closed

@@ -70,9 +70,7 @@ class StateDtypeAdamW(Optimizer):
             parameter.copy_(target)
 
 
-def make_optimizer(
-    model: nn.Module, spec: ModelSpec, *, lr: float = 1e-5, weight_decay: float = 0.0
-) -> Optimizer:
+def make_optimizer(model: nn.Module, spec: ModelSpec, *, lr: float = 1e-5, weight_decay: float = 0.0) -> Optimizer:
     """AdamW over the trainable parameters of ``model``, with state and master dtypes of ``spec``.
 
     Where the state has each parameter's own dtype and there is no master copy this is torch's AdamW: fused on CUDA,

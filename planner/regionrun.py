@@ -65,7 +65,9 @@ def region_inputs(
             handle.remove()
     missing = [name for name in names if name not in found]
     if missing:
-        raise UnsupportedModelError(f"{missing[0]}: did not run in the forward, so it cannot be a region", unit=missing[0])
+        raise UnsupportedModelError(
+            f"{missing[0]}: did not run in the forward, so it cannot be a region", unit=missing[0]
+        )
     return found
 
 
@@ -108,7 +110,9 @@ class RegionRunner:
         """The region's forward as it is (held)."""
         return _first_tensor(self.binding.module(boundary, *self.inputs.args, **self.inputs.kwargs))
 
-    def frame(self, kept: Iterable[str], dead: Iterable[str], boundary: torch.Tensor, split: Split | None = None) -> Frame:
+    def frame(
+        self, kept: Iterable[str], dead: Iterable[str], boundary: torch.Tensor, split: Split | None = None
+    ) -> Frame:
         """A frame of this region that keeps ``kept`` exactly and leaves out ``dead`` (relative names)."""
         choice = choice_for(self.binding.name, self.units, frozenset(kept), frozenset(dead), split)
         forward = self.binding.module.forward

@@ -54,8 +54,12 @@ def find_regions(model: nn.Module, region_names: tuple[str, ...] | None, grain: 
         )
     if grain == "layer":
         return tuple(Region(names[path], path) for path in layers)
-    blocks = [f"{path}.{child}" for path, layer in layers.items() for child, part in layer.named_children()
-              if any(isinstance(module, nn.Linear) for module in part.modules())]
+    blocks = [
+        f"{path}.{child}"
+        for path, layer in layers.items()
+        for child, part in layer.named_children()
+        if any(isinstance(module, nn.Linear) for module in part.modules())
+    ]
     return tuple(Region(names[path], path) for path in blocks)
 
 
@@ -157,8 +161,11 @@ def _subgraph_key(value: object) -> object:
         return repr(value)
     index = {node: f"%{place}" for place, node in enumerate(value.graph.nodes)}
     return tuple(
-        (node.op, str(node.target) if node.op == "call_function" else "",
-         repr(torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda before: index[before])))
+        (
+            node.op,
+            str(node.target) if node.op == "call_function" else "",
+            repr(torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda before: index[before])),
+        )
         for node in value.graph.nodes
     )
 

@@ -55,9 +55,7 @@ class Relaxer:
         self.program = _Program(tables)
         for event in (tables.regions, 2 * tables.regions):
             self.program.add(event)
-        self._objects = {
-            name: field.astype(object) for name, field in (("cost", tables.cost), ("risk", tables.risk))
-        }
+        self._objects = {name: field.astype(object) for name, field in (("cost", tables.cost), ("risk", tables.risk))}
 
     def relax(self) -> Relaxation:
         """The relaxation of the whole problem."""

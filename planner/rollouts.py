@@ -88,7 +88,8 @@ def with_advantages(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         if given:
             raise RolloutFileError(
                 f"group {group}: advantage is given for {given} of {len(members)} rows; give it for all or for none",
-                path="", line=0,
+                path="",
+                line=0,
             )
         advantages = group_advantages([rollouts[index].reward for index in members])
         for index, advantage in zip(members, advantages, strict=True):
@@ -115,7 +116,8 @@ def from_rollouts(
                 raise RolloutFileError(
                     f"rollout {number}: {name} has {found} tokens, batch.{key} is {limit}; raise batch.{key} to "
                     f"{found} or record shorter rollouts",
-                    path="", line=number,
+                    path="",
+                    line=number,
                 )
     size = spec.batch.microbatch
     return tuple(
@@ -150,7 +152,8 @@ def _logps(rows: Sequence[tuple[float, ...] | None], width: int, name: str) -> T
     if len(given) < len(rows):
         raise RolloutFileError(
             f"{name} is given for {len(given)} of {len(rows)} rows of one microbatch; give it for all or for none",
-            path="", line=0,
+            path="",
+            line=0,
         )
     return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in given], dtype=torch.float32)
 
@@ -168,6 +171,7 @@ def _read_line(path: str | Path, number: int, line: str) -> Rollout:
             tokens = len(rollout.completion_ids)
             raise RolloutFileError(
                 f"{path}:{number}: {name} has {len(values)} numbers for {tokens} completion tokens",
-                path=str(path), line=number,
+                path=str(path),
+                line=number,
             )
     return rollout

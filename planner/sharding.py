@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from hilore.planner.sources import torch_dtype
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import KeepSet, RegionClass
+from hilore.runtime.errors import UnsupportedModelError
 
 # An end region has a class of its own where what it does not carry is more than this share of its working set.
 _OWN_CLASS_SHARE = 0.05
@@ -100,10 +101,16 @@ def sharding_of(spec: ModelSpec, model: nn.Module, regions: Mapping[str, nn.Modu
     """The sharding that ``parallel`` asks for, None where it asks for none.
 
     ``model``: parameters in the dtype of the forward (planner/sources.py, module_dtype). ``regions`` by name in
-    forward order.
+    forward order. Raises UnsupportedModelError for regions that are parts of decoder layers.
     """
     if spec.parallel.kind != "fsdp2":
         return None
+    if spec.region_grain != "layer":
+        raise UnsupportedModelError(
+            f"region_grain is {spec.region_grain}, but FSDP2 gathers whole decoder layers; set region_grain: layer",
+            field="region_grain",
+            found=spec.region_grain,
+        )
     inside = {id(p) for module in regions.values() for p in module.parameters()}
     outside = [p for p in _distinct(model.parameters()) if id(p) not in inside]
     embeddings = untied_embeddings(model)

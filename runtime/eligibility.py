@@ -13,8 +13,9 @@ FLOOR_BYTES = 1 << 14
 ROLES = ("activation", "parameter", "index", "mask", "scalar", "other dtype", "repeated", "small", "not strided")
 
 
-def role_of(tensor: Tensor, *, compute_dtype: torch.dtype, floor_bytes: int = FLOOR_BYTES,
-            parameters: Iterable[Tensor] = ()) -> str:
+def role_of(
+    tensor: Tensor, *, compute_dtype: torch.dtype, floor_bytes: int = FLOOR_BYTES, parameters: Iterable[Tensor] = ()
+) -> str:
     """One of ROLES. Only an "activation" may be encoded.
 
     "parameter": shares the storage of a parameter (a linear's weight reaches a pack hook as a transposed view, so its
@@ -40,8 +41,9 @@ def role_of(tensor: Tensor, *, compute_dtype: torch.dtype, floor_bytes: int = FL
     return "small" if logical_bytes < floor_bytes else "activation"
 
 
-def may_encode(tensor: Tensor, *, compute_dtype: torch.dtype, floor_bytes: int = FLOOR_BYTES,
-               parameters: Iterable[Tensor] = ()) -> bool:
+def may_encode(
+    tensor: Tensor, *, compute_dtype: torch.dtype, floor_bytes: int = FLOOR_BYTES, parameters: Iterable[Tensor] = ()
+) -> bool:
     """Whether ``tensor`` may be kept encoded: its role is "activation". Never for parameters, indices, masks."""
     role = role_of(tensor, compute_dtype=compute_dtype, floor_bytes=floor_bytes, parameters=parameters)
     return role == "activation"

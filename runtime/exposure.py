@@ -20,16 +20,25 @@ from hilore.runtime.losses import LossInputs, LossSpec, coefficients, length_nor
 LOG_MOVE = 0.5  # nats; see exposure_before_forward
 
 
-def known_before_forward(loss: LossSpec | str | Mapping[str, Any], old_logps: Tensor | None = None,
-                         **options: Any) -> bool:
+def known_before_forward(
+    loss: LossSpec | str | Mapping[str, Any], old_logps: Tensor | None = None, **options: Any
+) -> bool:
     """Whether omega is known without the forward's log-probs: the ratio is 1 by construction and beta is 0."""
     return old_logps is None and LossSpec.of(loss, **options).beta == 0
 
 
-def token_coefficients(loss: LossSpec | str | Mapping[str, Any], advantages: Tensor, mask: Tensor,
-                       logps: Tensor | None, old_logps: Tensor | None = None, ref_logps: Tensor | None = None, *,
-                       weights: Tensor | None = None, rollout_ratio: Tensor | None = None,
-                       **options: Any) -> Tensor:
+def token_coefficients(
+    loss: LossSpec | str | Mapping[str, Any],
+    advantages: Tensor,
+    mask: Tensor,
+    logps: Tensor | None,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    *,
+    weights: Tensor | None = None,
+    rollout_ratio: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
     """omega = dLoss/dlogp [B, T]: float64 if an input is, else float32; 0 where the mask is 0.
 
     ``advantages`` [B], [B, 1] or [B, T]; ``mask``, ``logps``, ``old_logps``, ``ref_logps`` [B, T]. ``old_logps``
@@ -47,10 +56,18 @@ def token_coefficients(loss: LossSpec | str | Mapping[str, Any], advantages: Ten
     return omega
 
 
-def normalised_exposure(loss: LossSpec | str | Mapping[str, Any], advantages: Tensor, mask: Tensor,
-                        logps: Tensor | None = None, old_logps: Tensor | None = None,
-                        ref_logps: Tensor | None = None, *, weights: Tensor | None = None,
-                        rollout_ratio: Tensor | None = None, **options: Any) -> float:
+def normalised_exposure(
+    loss: LossSpec | str | Mapping[str, Any],
+    advantages: Tensor,
+    mask: Tensor,
+    logps: Tensor | None = None,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    *,
+    weights: Tensor | None = None,
+    rollout_ratio: Tensor | None = None,
+    **options: Any,
+) -> float:
     """psi = sqrt(sum m omega^2 / sum m c^2); 0 only where omega is 0 everywhere. Arguments as token_coefficients."""
     spec = LossSpec.of(loss, **options)
     inputs = _inputs(spec, advantages, mask, logps, old_logps, ref_logps, weights, rollout_ratio)
@@ -81,10 +98,18 @@ def exposure_from_gradient(gradient: Tensor, mask: Tensor, normaliser: Tensor | 
     return float(values[0] / values[1] * math.sqrt(values[2] / values[3]))
 
 
-def exposure_before_forward(loss: LossSpec | str | Mapping[str, Any], advantages: Tensor, mask: Tensor,
-                            logps: Tensor | None = None, old_logps: Tensor | None = None,
-                            ref_logps: Tensor | None = None, *, weights: Tensor | None = None,
-                            rollout_ratio: Tensor | None = None, **options: Any) -> float:
+def exposure_before_forward(
+    loss: LossSpec | str | Mapping[str, Any],
+    advantages: Tensor,
+    mask: Tensor,
+    logps: Tensor | None = None,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+    *,
+    weights: Tensor | None = None,
+    rollout_ratio: Tensor | None = None,
+    **options: Any,
+) -> float:
     """psi before the forward: exact where it is known (or ``logps`` is given), else an upper bound.
 
     The bound assumes that no log-prob lies more than LOG_MOVE = 0.5 nats from the old one, or below the reference's;
@@ -93,8 +118,9 @@ def exposure_before_forward(loss: LossSpec | str | Mapping[str, Any], advantages
     """
     spec = LossSpec.of(loss, **options)
     if (logps is not None and (spec.beta == 0 or ref_logps is not None)) or known_before_forward(spec, old_logps):
-        return normalised_exposure(spec, advantages, mask, logps, old_logps, ref_logps, weights=weights,
-                                   rollout_ratio=rollout_ratio)
+        return normalised_exposure(
+            spec, advantages, mask, logps, old_logps, ref_logps, weights=weights, rollout_ratio=rollout_ratio
+        )
     without_kl = LossSpec.of(spec, beta=0.0)
     inputs = _inputs(without_kl, advantages, mask, None, None, None, weights, rollout_ratio)
     scale = length_normaliser(spec, inputs.mask)
@@ -111,8 +137,9 @@ def _policy_bound(spec: LossSpec, inputs: LossInputs, scale: Tensor) -> Tensor:
     if spec.kind == "cispo":
         positive = negative = min(largest, spec.clip_high)
     elif spec.kind == "vespo":
-        positive, negative = (math.exp(rate - k) * (k / rate) ** k for k, rate in
-                              (spec.vespo_positive, spec.vespo_negative))
+        positive, negative = (
+            math.exp(rate - k) * (k / rate) ** k for k, rate in (spec.vespo_positive, spec.vespo_negative)
+        )
     elif spec.kind != "sapo":
         positive = min(largest, 1 + spec.clip_high)
     factor = torch.where(inputs.advantages > 0, positive, negative).to(scale.dtype)
@@ -129,12 +156,20 @@ class LogprobHook:
     ``exposure`` is None until then. ``when_known`` is called with it. ``remove()`` takes the hook off.
     """
 
-    def __init__(self, logps: Tensor, mask: Tensor, normaliser: Tensor | None = None,
-                 when_known: Callable[[float], object] | None = None) -> None:
+    def __init__(
+        self,
+        logps: Tensor,
+        mask: Tensor,
+        normaliser: Tensor | None = None,
+        when_known: Callable[[float], object] | None = None,
+    ) -> None:
         self.exposure: float | None = None
         if not logps.requires_grad:
-            raise ExposureError("The log-probs do not require a gradient, so no hook on them can fire; attach it to "
-                                "those of the forward that backward runs through.", missing="logps")
+            raise ExposureError(
+                "The log-probs do not require a gradient, so no hook on them can fire; attach it to "
+                "those of the forward that backward runs through.",
+                missing="logps",
+            )
         self._mask, self._normaliser, self._when_known = mask, normaliser, when_known
         self._handle = cast(Any, logps).register_hook(self._fire)
 
@@ -155,8 +190,9 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: bool = True, ep
     not finite, or a number of rewards that is no multiple of ``group_size``.
     """
     if group_size < 1 or rewards.dim() != 1 or rewards.numel() % group_size:
-        raise ExposureError(f"{tuple(rewards.shape)} rewards cannot be cut into groups of {group_size}.",
-                            group_size=group_size)
+        raise ExposureError(
+            f"{tuple(rewards.shape)} rewards cannot be cut into groups of {group_size}.", group_size=group_size
+        )
     groups = rewards.to(torch.promote_types(rewards.dtype, torch.float32)).view(-1, group_size)
     if not bool(torch.isfinite(groups).all()):
         row = int((~torch.isfinite(groups)).flatten().nonzero()[0])
@@ -168,27 +204,51 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: bool = True, ep
     return torch.where(flat, 0.0, centred).view(-1)
 
 
-def _inputs(spec: LossSpec, advantages: Tensor, mask: Tensor, logps: Tensor | None, old_logps: Tensor | None,
-            ref_logps: Tensor | None, weights: Tensor | None, rollout_ratio: Tensor | None) -> LossInputs:
+def _inputs(
+    spec: LossSpec,
+    advantages: Tensor,
+    mask: Tensor,
+    logps: Tensor | None,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    weights: Tensor | None,
+    rollout_ratio: Tensor | None,
+) -> LossInputs:
     """Checked, detached, of one dtype and device (the mask's)."""
     if logps is None and not known_before_forward(spec, old_logps):
-        reason = "old_logps are given, so the ratio depends on them" if old_logps is not None else \
-            f"beta is {spec.beta}, so the KL term depends on them"
-        raise ExposureError(f"logps are missing: {reason}. Pass the log-probs of the forward, or use "
-                            "exposure_before_forward for a bound.", missing="logps")
+        reason = (
+            "old_logps are given, so the ratio depends on them"
+            if old_logps is not None
+            else f"beta is {spec.beta}, so the KL term depends on them"
+        )
+        raise ExposureError(
+            f"logps are missing: {reason}. Pass the log-probs of the forward, or use "
+            "exposure_before_forward for a bound.",
+            missing="logps",
+        )
     if spec.beta != 0 and ref_logps is None:
-        raise ExposureError(f"ref_logps are missing: beta is {spec.beta}. Pass the reference's log-probs, or a loss "
-                            "with beta=0 if it has no KL term.", missing="ref_logps")
-    given = {"logps": logps, "old_logps": old_logps, "ref_logps": ref_logps if spec.beta != 0 else None,
-             "weights": weights, "rollout_ratio": rollout_ratio,
-             "advantages": advantages.unsqueeze(1) if advantages.dim() == 1 else advantages}
+        raise ExposureError(
+            f"ref_logps are missing: beta is {spec.beta}. Pass the reference's log-probs, or a loss "
+            "with beta=0 if it has no KL term.",
+            missing="ref_logps",
+        )
+    given = {
+        "logps": logps,
+        "old_logps": old_logps,
+        "ref_logps": ref_logps if spec.beta != 0 else None,
+        "weights": weights,
+        "rollout_ratio": rollout_ratio,
+        "advantages": advantages.unsqueeze(1) if advantages.dim() == 1 else advantages,
+    }
     dtype = torch.float32
     for name, tensor in given.items():
         if tensor is not None:
             _check_shape(name, tensor, mask)
             dtype = torch.promote_types(dtype, tensor.dtype)
-    ready = {name: None if tensor is None else tensor.detach().to(device=mask.device, dtype=dtype)
-             for name, tensor in given.items()}
+    ready = {
+        name: None if tensor is None else tensor.detach().to(device=mask.device, dtype=dtype)
+        for name, tensor in given.items()
+    }
     floats = mask.detach().to(dtype)
     policy, old, reference = ready["logps"], ready["old_logps"], ready["ref_logps"]
     log_ratio = torch.zeros_like(floats) if policy is None else policy - (policy if old is None else old)
@@ -198,18 +258,30 @@ def _inputs(spec: LossSpec, advantages: Tensor, mask: Tensor, logps: Tensor | No
         weight = rollout if weight is None else weight * rollout
     assert ready["advantages"] is not None
     return LossInputs(
-        advantages=ready["advantages"], mask=floats, log_ratio=_masked(log_ratio, floats),
+        advantages=ready["advantages"],
+        mask=floats,
+        log_ratio=_masked(log_ratio, floats),
         reference=None if distance is None else _masked(distance, floats),
-        weights=weight, rollout_ratio=rollout)
+        weights=weight,
+        rollout_ratio=rollout,
+    )
 
 
 def _check_shape(name: str, tensor: Tensor, mask: Tensor) -> None:
     narrow = name in ("advantages", "weights", "rollout_ratio")
-    if mask.dim() != 2 or tensor.dim() != 2 or tensor.shape[0] != mask.shape[0] or \
-            tensor.shape[1] not in ((1, mask.shape[1]) if narrow else (mask.shape[1],)):
-        raise ExposureError(f"{name} has shape {tuple(tensor.shape)}, the mask {tuple(mask.shape)}; expected one row "
-                            "per sequence and one column per response token.", name=name,
-                            shape=tuple(tensor.shape), mask_shape=tuple(mask.shape))
+    if (
+        mask.dim() != 2
+        or tensor.dim() != 2
+        or tensor.shape[0] != mask.shape[0]
+        or tensor.shape[1] not in ((1, mask.shape[1]) if narrow else (mask.shape[1],))
+    ):
+        raise ExposureError(
+            f"{name} has shape {tuple(tensor.shape)}, the mask {tuple(mask.shape)}; expected one row "
+            "per sequence and one column per response token.",
+            name=name,
+            shape=tuple(tensor.shape),
+            mask_shape=tuple(mask.shape),
+        )
 
 
 def _masked(values: Tensor, mask: Tensor) -> Tensor:
@@ -218,8 +290,12 @@ def _masked(values: Tensor, mask: Tensor) -> Tensor:
 
 def _raise_first(omega: Tensor) -> None:
     row, token = (int(index) for index in (~torch.isfinite(omega)).nonzero()[0])
-    raise ExposureError(f"The loss coefficient of row {row}, token {token} is {float(omega[row, token])}; check that "
-                        "row's advantage and log-probs.", row=row, token=token)
+    raise ExposureError(
+        f"The loss coefficient of row {row}, token {token} is {float(omega[row, token])}; check that "
+        "row's advantage and log-probs.",
+        row=row,
+        token=token,
+    )
 
 
 __all__ = [

@@ -239,6 +239,7 @@ def _vespo(spec: LossSpec, inputs: LossInputs) -> Tensor:
 
 def _choose(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
     """torch.where of two numbers is float32 whatever the rest is."""
+
     def constant(value: float) -> Tensor:
         return torch.full((), value, dtype=dtype, device=condition.device)
 

@@ -26,7 +26,7 @@ class UnitPlan:
     tensor saved after the region's ``split_at`` needs it, so the first stage of a split replay leaves it out.
     """
 
-    __pydantic_config__ = _STRICT  # noqa: RUF012
+    __pydantic_config__ = _STRICT
 
     name: str
     mode: Literal["H", "L", "R"]
@@ -45,7 +45,7 @@ class RegionPlan:
     first stage makes only that, a second one the rest, so that both are never alive at once. None: one replay.
     """
 
-    __pydantic_config__ = _STRICT  # noqa: RUF012
+    __pydantic_config__ = _STRICT
 
     name: str
     hold: bool
@@ -57,7 +57,7 @@ class RegionPlan:
 class Regime:
     """An interval of normalised exposure: ``exposure_low < psi <= exposure_high`` (``null``: psi = 0)."""
 
-    __pydantic_config__ = _STRICT  # noqa: RUF012
+    __pydantic_config__ = _STRICT
 
     label: Literal["null", "low", "mid", "high"]
     exposure_low: float
@@ -69,7 +69,7 @@ class Regime:
 class Predicted:
     """What the verifier recomputed from the modes. ``risk``: predicted relative error of the update's gradient."""
 
-    __pydantic_config__ = _STRICT  # noqa: RUF012
+    __pydantic_config__ = _STRICT
 
     peak_bytes: int
     peak_event: str
@@ -85,7 +85,7 @@ class Predicted:
 class SolverReport:
     """How the plan was found. ``gap`` = (objective - bound) / predicted step time."""
 
-    __pydantic_config__ = _STRICT  # noqa: RUF012
+    __pydantic_config__ = _STRICT
 
     name: str
     status: str
@@ -100,7 +100,7 @@ class SolverReport:
 class Plan:
     """One plan file. ``loss`` holds the loss's kind and options; ``length_bucket`` is tokens per row."""
 
-    __pydantic_config__ = _STRICT  # noqa: RUF012
+    __pydantic_config__ = _STRICT
 
     schema_version: int
     set_id: str

@@ -73,8 +73,9 @@ def _sizes(**changes: Any) -> dict[str, Any]:
     return sizes | changes
 
 
-def causal_lm(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, attention: str = "sdpa",
-              **changes: Any) -> nn.Module:
+def causal_lm(
+    model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, attention: str = "sdpa", **changes: Any
+) -> nn.Module:
     """A random causal language model of ``model_type`` with this module's tiny sizes, ``changes`` on top."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -89,20 +90,40 @@ def qwen2_tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
     return causal_lm("qwen2", seed=seed, dtype=dtype, **changes)
 
 
-def qwen2_tiny_lora(dropout: float = 0.1, seed: int = 0, dtype: torch.dtype = torch.float32,
-                    adapter_dtype: torch.dtype | None = None, live: bool = True, **changes: Any) -> nn.Module:
+def qwen2_tiny_lora(
+    dropout: float = 0.1,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    adapter_dtype: torch.dtype | None = None,
+    live: bool = True,
+    **changes: Any,
+) -> nn.Module:
     """qwen2_tiny with LoRA r=4 on all seven linears; ``live``: lora_B is not zero, so that lora_A has gradients."""
-    return lora(qwen2_tiny(seed=seed, dtype=dtype, **changes), dropout=dropout, seed=seed,
-                adapter_dtype=adapter_dtype, live=live)
+    return lora(
+        qwen2_tiny(seed=seed, dtype=dtype, **changes),
+        dropout=dropout,
+        seed=seed,
+        adapter_dtype=adapter_dtype,
+        live=live,
+    )
 
 
-def lora(model: nn.Module, *, dropout: float = 0.1, rank: int = 4, seed: int = 0,
-         adapter_dtype: torch.dtype | None = None, live: bool = True, targets: Any = None) -> nn.Module:
+def lora(
+    model: nn.Module,
+    *,
+    dropout: float = 0.1,
+    rank: int = 4,
+    seed: int = 0,
+    adapter_dtype: torch.dtype | None = None,
+    live: bool = True,
+    targets: Any = None,
+) -> nn.Module:
     """Wrap ``model`` by PEFT. ``adapter_dtype`` None leaves the dtype that PEFT chooses (float32 for bf16 models)."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=dropout, target_modules=targets or _ALL_LINEAR,
-                        task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, lora_dropout=dropout, target_modules=targets or _ALL_LINEAR, task_type="CAUSAL_LM"
+    )
     with seeded(seed + 1):
         wrapped: nn.Module = get_peft_model(model, config)
         for name, parameter in wrapped.named_parameters():
@@ -129,15 +150,18 @@ def phi3_tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any)
     return causal_lm("phi3", seed=seed, dtype=dtype, **changes)
 
 
-def gemma2_tiny(attention: str = "eager", seed: int = 0, dtype: torch.dtype = torch.float32,
-                **changes: Any) -> nn.Module:
+def gemma2_tiny(
+    attention: str = "eager", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> nn.Module:
     """Attention ``eager`` is Gemma2's own default.
 
     transformers refuses to build Gemma2 with ``sdpa``, which has no soft capping of scores. It runs without the
     capping when the setting is changed afterwards: that is what ``attention="sdpa"`` gives.
     """
     sizes: dict[str, Any] = {
-        "head_dim": HIDDEN // HEADS, "query_pre_attn_scalar": HIDDEN // HEADS, "sliding_window": 8,
+        "head_dim": HIDDEN // HEADS,
+        "query_pre_attn_scalar": HIDDEN // HEADS,
+        "sliding_window": 8,
     }
     if attention != "eager":
         sizes["attn_logit_softcapping"] = None
@@ -147,8 +171,9 @@ def gemma2_tiny(attention: str = "eager", seed: int = 0, dtype: torch.dtype = to
     return model
 
 
-def microbatch_for(model: nn.Module, rows: int = 2, tokens: int = 16, left_padding: bool = True,
-                   seed: int = 0) -> Microbatch:
+def microbatch_for(
+    model: nn.Module, rows: int = 2, tokens: int = 16, left_padding: bool = True, seed: int = 0
+) -> Microbatch:
     """A microbatch of ``rows`` x ``tokens`` whose second half is completion.
 
     ``left_padding``: row r starts with r pad tokens (none in row 0) and row r's completion ends with r pads.
@@ -164,7 +189,7 @@ def microbatch_for(model: nn.Module, rows: int = 2, tokens: int = 16, left_paddi
         for row in range(1, rows):
             pads = min(row, response - 1)
             mask[row, :pads] = 0
-            mask[row, tokens - pads:] = 0
+            mask[row, tokens - pads :] = 0
     ids = ids.masked_fill(mask == 0, 0)
     sign = torch.tensor([1.0 if row % 2 == 0 else -1.0 for row in range(rows)])
-    return Microbatch(ids, mask, mask[:, tokens - response:].clone(), sign, None, None)
+    return Microbatch(ids, mask, mask[:, tokens - response :].clone(), sign, None, None)

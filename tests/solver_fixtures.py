@@ -87,9 +87,7 @@ def qwen_class(
             return []
         out = d * widths[kind] // 8
         ratio = {"int8-g128": (33, 64), "int4-g64": (9, 32), "fp8-e4m3": (1, 2)}
-        return [
-            CodecCost(c, out * ratio[c][0] // ratio[c][1], out // 300 + 9_000, out // 400 + 8_000) for c in codecs
-        ]
+        return [CodecCost(c, out * ratio[c][0] // ratio[c][1], out // 300 + 9_000, out // 400 + 8_000) for c in codecs]
 
     def linear(name_: str, kind: str, feeds: Sequence[str], *, saved: bool) -> UnitTrace:
         flops = 2 * tokens * hidden * inner.get(kind, 8) // 8 * hidden * widths[kind] // 8
@@ -272,8 +270,10 @@ def configuration(
     """A configuration made up from numbers; ``modes`` gives one letter per unit."""
     return Configuration(
         hold=hold,
-        units=tuple(UnitChoice(f"u{i}", mode, "int8-g128" if mode == "L" else None, False, False)
-                    for i, mode in enumerate(modes)),
+        units=tuple(
+            UnitChoice(f"u{i}", mode, "int8-g128" if mode == "L" else None, False, False)
+            for i, mode in enumerate(modes)
+        ),
         retained_bytes=retained,
         forward_bytes=retained if forward is None else forward,
         backward_bytes=backward,

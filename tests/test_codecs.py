@@ -75,14 +75,23 @@ def test_any_layout_round_trips(name: str, layout: str, dtype: torch.dtype) -> N
     assert bool(((decoded - tensor).abs() <= scale * (tolerance + 2**-8)).all())
 
 
-@pytest.mark.parametrize(("name", "shape", "dtype", "expected"), [
-    ("int8-g128", (1024, 2752), torch.bfloat16, 1024 * 2752 + 1024 * 2752 // 128 * 2),
-    ("int8-g128", (257,), torch.bfloat16, 257 + 3 * 2), ("int8-g128", (257,), torch.float32, 257 + 3 * 4),
-    ("int8-g64", (2, 64), torch.float16, 128 + 2 * 2), ("int4-g64", (2, 64), torch.bfloat16, 64 + 2 * 2),
-    ("int4-g64", (65,), torch.bfloat16, 33 + 2 * 2), ("int4-g64", (67,), torch.bfloat16, 34 + 2 * 2),
-    ("fp8-e4m3", (129,), torch.float64, 129 + 2 * 8), ("int8-g128", (0, 7), torch.bfloat16, 0),
-    ("int8-g128", (), torch.bfloat16, 3), ("exact-bf16", (5, 7), torch.float32, 70),
-    ("exact-bf16", (5, 7), torch.bfloat16, 70)])
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "expected"),
+    [
+        ("int8-g128", (1024, 2752), torch.bfloat16, 1024 * 2752 + 1024 * 2752 // 128 * 2),
+        ("int8-g128", (257,), torch.bfloat16, 257 + 3 * 2),
+        ("int8-g128", (257,), torch.float32, 257 + 3 * 4),
+        ("int8-g64", (2, 64), torch.float16, 128 + 2 * 2),
+        ("int4-g64", (2, 64), torch.bfloat16, 64 + 2 * 2),
+        ("int4-g64", (65,), torch.bfloat16, 33 + 2 * 2),
+        ("int4-g64", (67,), torch.bfloat16, 34 + 2 * 2),
+        ("fp8-e4m3", (129,), torch.float64, 129 + 2 * 8),
+        ("int8-g128", (0, 7), torch.bfloat16, 0),
+        ("int8-g128", (), torch.bfloat16, 3),
+        ("exact-bf16", (5, 7), torch.float32, 70),
+        ("exact-bf16", (5, 7), torch.bfloat16, 70),
+    ],
+)
 def test_payload_bytes(name: str, shape: tuple[int, ...], dtype: torch.dtype, expected: int) -> None:
     assert get_codec(name).nbytes(shape, dtype) == expected
     assert get_codec(name).encode(torch.zeros(shape, dtype=dtype)).nbytes == expected
@@ -104,8 +113,9 @@ def test_error_stays_within_the_documented_bound(name: str, dtype: torch.dtype) 
     assert torch.equal(decoded[largest], exact[largest])
 
 
-@pytest.mark.parametrize(("name", "known"), [
-    ("int8-g64", 0.0053), ("int8-g128", 0.0059), ("int4-g64", 0.090), ("fp8-e4m3", 0.0257)])
+@pytest.mark.parametrize(
+    ("name", "known"), [("int8-g64", 0.0053), ("int8-g128", 0.0059), ("int4-g64", 0.090), ("fp8-e4m3", 0.0257)]
+)
 def test_relative_error_on_gaussian_values(name: str, known: float) -> None:
     """Against the step of each group over sqrt(12), and against figures known for Gaussian values.
 
@@ -166,8 +176,15 @@ def test_kernels_equal_the_reference_bit_for_bit(dtype: torch.dtype, kind: str, 
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_gapped_tensor_has_the_payload_of_its_dense_copy(name: str) -> None:
-    for base, view in product([normal(3, 700, 520)], (LAYOUTS["every other row"], LAYOUTS["every other column"],
-                                                     lambda t: t[..., 7:300], lambda t: t.transpose(0, 1)[::3])):
+    for base, view in product(
+        [normal(3, 700, 520)],
+        (
+            LAYOUTS["every other row"],
+            LAYOUTS["every other column"],
+            lambda t: t[..., 7:300],
+            lambda t: t.transpose(0, 1)[::3],
+        ),
+    ):
         gapped = view(base)
         found, expected = (get_codec(name).encode(t) for t in (gapped, torch.empty_like(gapped).copy_(gapped)))
         assert found.stride == expected.stride
@@ -246,8 +263,10 @@ def test_inside_autograd_hooks_autocast_and_the_backward_thread(name: str, dtype
     def loss() -> Tensor:
         return (x.exp() * x.sin()).float().sum()
 
-    with torch.autograd.graph.saved_tensors_hooks(codec.encode, codec.decode), \
-            torch.autocast("cpu", dtype=torch.bfloat16):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(codec.encode, codec.decode),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
         hooked = loss()
     assert torch.equal(hooked, loss())
     hooked.backward()
@@ -316,8 +335,7 @@ def test_encoded_is_frozen() -> None:
 
 
 @pytest.mark.parametrize("reason", ["absent", "broken"])
-def test_without_a_compiler_one_notice_and_the_same_results(
-        reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_one_notice_and_the_same_results(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = normal(300, 70).bfloat16()
     expected = [get_codec(name).encode(x).payload for name in GROUPED]
     monkeypatch.setattr(native, "_kernels", [])

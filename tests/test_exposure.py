@@ -44,8 +44,13 @@ def batch(move: float | None, dtype: torch.dtype = torch.float64) -> dict[str, A
     advantages = torch.tensor([1.3, -0.7, 2.0, -1.1, 0.0, 0.4], dtype=dtype)
     moves = torch.tensor(_TOKEN_MOVES, dtype=dtype) + torch.tensor(_ROW_MOVES, dtype=dtype).unsqueeze(1)
     old = None if move is None else logps - move * moves
-    return {"advantages": advantages, "mask": mask, "logps": logps, "old_logps": old,
-            "ref_logps": logps + 0.3 * normal(ROWS, TOKENS)}
+    return {
+        "advantages": advantages,
+        "mask": mask,
+        "logps": logps,
+        "old_logps": old,
+        "ref_logps": logps + 0.3 * normal(ROWS, TOKENS),
+    }
 
 
 def reference_loss(spec: LossSpec, logps: Tensor, data: dict[str, Any], weights: Tensor | None) -> Tensor:
@@ -101,8 +106,15 @@ def test_coefficients_equal_autograd(kind: str, level: str, move: float | None) 
     data = batch(move)
     weights = torch.linspace(0.0, 1.5, ROWS * TOKENS, dtype=torch.float64).view(ROWS, TOKENS)
     for beta, corrected, cap, weight in product((0.0, 0.04), (False, True), (None, 1.1, 4.0), (None, weights)):
-        spec = LossSpec(kind=kind, level=level, beta=beta, bias_correction=corrected, ratio_cap=cap,
-                        clip_high=5.0 if kind == "cispo" and cap else 0.28, accumulation=4)
+        spec = LossSpec(
+            kind=kind,
+            level=level,
+            beta=beta,
+            bias_correction=corrected,
+            ratio_cap=cap,
+            clip_high=5.0 if kind == "cispo" and cap else 0.28,
+            accumulation=4,
+        )
         logps = data["logps"].clone().requires_grad_()
         (expected,) = torch.autograd.grad(reference_loss(spec, logps, data, weight), logps)
         found = token_coefficients(spec, **data, weights=weight)
@@ -118,14 +130,25 @@ def test_every_clip_state_is_on_the_grid() -> None:
         seen = data["mask"] > 0
         ratio = (data["logps"] - data["old_logps"]).exp()[seen]
         signs = data["advantages"].sign().unsqueeze(1).expand(ROWS, TOKENS)[seen]
-        states |= set(zip(torch.bucketize(ratio, torch.tensor([0.8, 1.1, 1.28, 4.0])).tolist(), signs.tolist(),
-                          strict=True))
+        states |= set(
+            zip(torch.bucketize(ratio, torch.tensor([0.8, 1.1, 1.28, 4.0])).tolist(), signs.tolist(), strict=True)
+        )
     assert states >= set(product(range(5), (-1.0, 1.0)))
 
 
-@pytest.mark.parametrize(("kind", "divided_by"), [
-    ("grpo", 6 * 5 * 7), ("sapo", 6 * 5 * 7), ("bnpo", 26 * 5), ("dr_grpo", 6 * 512 * 5), ("luspo", 6 * 5),
-    ("dapo", 640 / 2 * 5 / 8), ("cispo", 640 / 2 * 5 / 8), ("vespo", 640 / 2 * 5 / 8)])
+@pytest.mark.parametrize(
+    ("kind", "divided_by"),
+    [
+        ("grpo", 6 * 5 * 7),
+        ("sapo", 6 * 5 * 7),
+        ("bnpo", 26 * 5),
+        ("dr_grpo", 6 * 512 * 5),
+        ("luspo", 6 * 5),
+        ("dapo", 640 / 2 * 5 / 8),
+        ("cispo", 640 / 2 * 5 / 8),
+        ("vespo", 640 / 2 * 5 / 8),
+    ],
+)
 def test_length_normaliser(kind: str, divided_by: float) -> None:
     mask = batch(None)["mask"].double()
     spec = LossSpec(kind=kind, accumulation=5, num_items=640, world_size=2, steps_per_generation=8, max_tokens=512)
@@ -139,20 +162,38 @@ class TrlStub(SimpleNamespace):
 
     def __init__(self, spec: LossSpec, logps: Tensor) -> None:
         args = SimpleNamespace(
-            delta=spec.ratio_cap, use_bias_correction_kl=spec.bias_correction,
-            sapo_temperature_pos=spec.sapo_temperatures[0], sapo_temperature_neg=spec.sapo_temperatures[1],
-            vespo_k_pos=spec.vespo_positive[0], vespo_lambda_pos=spec.vespo_positive[1],
-            vespo_k_neg=spec.vespo_negative[0], vespo_lambda_neg=spec.vespo_negative[1],
-            steps_per_generation=spec.steps_per_generation)
-        accelerator = SimpleNamespace(num_processes=spec.world_size, gather=lambda value: value,
-                                      reduce=lambda value, reduction: value)
+            delta=spec.ratio_cap,
+            use_bias_correction_kl=spec.bias_correction,
+            sapo_temperature_pos=spec.sapo_temperatures[0],
+            sapo_temperature_neg=spec.sapo_temperatures[1],
+            vespo_k_pos=spec.vespo_positive[0],
+            vespo_lambda_pos=spec.vespo_positive[1],
+            vespo_k_neg=spec.vespo_negative[0],
+            vespo_lambda_neg=spec.vespo_negative[1],
+            steps_per_generation=spec.steps_per_generation,
+        )
+        accelerator = SimpleNamespace(
+            num_processes=spec.world_size, gather=lambda value: value, reduce=lambda value, reduction: value
+        )
         super().__init__(
-            args=args, accelerator=accelerator, model=SimpleNamespace(training=True), beta=spec.beta,
-            loss_type=spec.kind, importance_sampling_level=spec.level, epsilon_low=spec.clip_low,
-            epsilon_high=spec.clip_high, max_completion_length=spec.max_tokens, top_entropy_quantile=1.0,
-            off_policy_mask_threshold=None, aux_loss_enabled=False, use_vllm=True,
-            vllm_importance_sampling_correction=True, current_gradient_accumulation_steps=spec.accumulation,
-            _entropy_bonus_enabled=False, _metrics={"train": defaultdict(list)})
+            args=args,
+            accelerator=accelerator,
+            model=SimpleNamespace(training=True),
+            beta=spec.beta,
+            loss_type=spec.kind,
+            importance_sampling_level=spec.level,
+            epsilon_low=spec.clip_low,
+            epsilon_high=spec.clip_high,
+            max_completion_length=spec.max_tokens,
+            top_entropy_quantile=1.0,
+            off_policy_mask_threshold=None,
+            aux_loss_enabled=False,
+            use_vllm=True,
+            vllm_importance_sampling_correction=True,
+            current_gradient_accumulation_steps=spec.accumulation,
+            _entropy_bonus_enabled=False,
+            _metrics={"train": defaultdict(list)},
+        )
         self._get_per_token_logps_and_entropies = lambda *a, **k: (logps, torch.zeros_like(logps), None)
 
 
@@ -161,19 +202,37 @@ def test_coefficients_equal_those_of_trl(kind: str) -> None:
     trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
     rollout = torch.linspace(0.5, 1.5, ROWS * TOKENS, dtype=torch.float64).view(ROWS, TOKENS)
     for level, beta, corrected, cap, name in product(
-            ("token", "sequence"), (0.0, 0.04), (False, True), (None, 1.1, 4.0), MOVES):
+        ("token", "sequence"), (0.0, 0.04), (False, True), (None, 1.1, 4.0), MOVES
+    ):
         data = batch(MOVES[name])
-        spec = LossSpec(kind=kind, level=level, beta=beta, bias_correction=corrected, ratio_cap=cap, clip_high=0.28,
-                        accumulation=4, num_items=640, world_size=2, steps_per_generation=8, max_tokens=11,
-                        sapo_temperatures=(1.0, 1.0625))  # TRL's become float32 on the way, so one exact in it
+        spec = LossSpec(
+            kind=kind,
+            level=level,
+            beta=beta,
+            bias_correction=corrected,
+            ratio_cap=cap,
+            clip_high=0.28,
+            accumulation=4,
+            num_items=640,
+            world_size=2,
+            steps_per_generation=8,
+            max_tokens=11,
+            sapo_temperatures=(1.0, 1.0625),
+        )  # TRL's become float32 on the way, so one exact in it
         logps = data["logps"].clone().requires_grad_()
         stub = TrlStub(spec, logps)
         stub.get_gamma_weights = trainer.get_gamma_weights
         ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
-        given = {"prompt_ids": ids[:, :2], "prompt_mask": ids[:, :2], "completion_ids": ids,
-                 "completion_mask": data["mask"], "advantages": data["advantages"],
-                 "ref_per_token_logps": data["ref_logps"], "importance_sampling_ratio": rollout,
-                 "num_items_in_batch": torch.tensor(640.0, dtype=torch.float64)}
+        given = {
+            "prompt_ids": ids[:, :2],
+            "prompt_mask": ids[:, :2],
+            "completion_ids": ids,
+            "completion_mask": data["mask"],
+            "advantages": data["advantages"],
+            "ref_per_token_logps": data["ref_logps"],
+            "importance_sampling_ratio": rollout,
+            "num_items_in_batch": torch.tensor(640.0, dtype=torch.float64),
+        }
         if data["old_logps"] is not None:
             given["old_per_token_logps"] = data["old_logps"]
         (expected,) = torch.autograd.grad(trainer._compute_loss(stub, None, given), logps)
@@ -219,9 +278,14 @@ def test_known_before_forward() -> None:
     assert torch.equal(token_coefficients("dapo", **on_policy), token_coefficients("dapo", **batch(None)))
 
 
-@pytest.mark.parametrize(("arguments", "missing"), [
-    ({"logps": None, "beta": 0.0}, "logps"), ({"beta": 0.1, "ref_logps": None}, "ref_logps"),
-    ({"logps": None, "old_logps": None, "beta": 0.1}, "logps")])
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        ({"logps": None, "beta": 0.0}, "logps"),
+        ({"beta": 0.1, "ref_logps": None}, "ref_logps"),
+        ({"logps": None, "old_logps": None, "beta": 0.1}, "logps"),
+    ],
+)
 def test_a_missing_input_is_named(arguments: dict[str, Any], missing: str) -> None:
     with pytest.raises(ExposureError, match=f"^{missing} are missing") as caught:
         token_coefficients("grpo", **(batch(0.6) | arguments))

@@ -59,10 +59,15 @@ def test_naive_is_log_softmax_of_the_next_token(family: str) -> None:
     microbatch = models.microbatch_for(model, rows=3)
     logits = model(input_ids=microbatch.input_ids, attention_mask=microbatch.attention_mask).logits
     keep = microbatch.completion_mask.shape[1]
-    expected = torch.stack([
-        torch.log_softmax(logits[:, column - 1].double(), -1).gather(-1, microbatch.input_ids[:, column, None])[:, 0]
-        for column in range(microbatch.tokens - keep, microbatch.tokens)
-    ], dim=1)
+    expected = torch.stack(
+        [
+            torch.log_softmax(logits[:, column - 1].double(), -1).gather(-1, microbatch.input_ids[:, column, None])[
+                :, 0
+            ]
+            for column in range(microbatch.tokens - keep, microbatch.tokens)
+        ],
+        dim=1,
+    )
     logps = policy_logps(model, microbatch)
     assert logps.dtype == torch.float32
     assert logps.shape == (3, keep)
@@ -85,8 +90,10 @@ def test_chunked_equals_naive_with_every_gradient(family: str, temperature: floa
 
 def test_chunked_with_an_output_bias() -> None:
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_()
-                            for size in ((7, 4), (11, 4), (11,)))
+    hidden, weight, bias = (
+        torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_()
+        for size in ((7, 4), (11, 4), (11,))
+    )
     targets = torch.randint(0, 11, (7,), generator=generator)
     scale = torch.arange(1.0, 8.0)
     expected = torch.log_softmax(hidden @ weight.t() + bias, -1).gather(-1, targets[:, None])[:, 0]
@@ -162,8 +169,10 @@ def test_left_padding_does_not_change_a_row() -> None:
     row = 2
     real = padded.attention_mask[row].bool()
     alone = Microbatch(
-        padded.input_ids[row : row + 1, real], padded.attention_mask[row : row + 1, real],
-        padded.completion_mask[row : row + 1, padded.completion_mask[row].bool()], padded.advantages[row : row + 1],
+        padded.input_ids[row : row + 1, real],
+        padded.attention_mask[row : row + 1, real],
+        padded.completion_mask[row : row + 1, padded.completion_mask[row].bool()],
+        padded.advantages[row : row + 1],
     )
     together = policy_logps(model, padded)[row][padded.completion_mask[row].bool()]
     assert torch.allclose(together, policy_logps(model, alone)[0], atol=1e-5)
@@ -211,21 +220,42 @@ def trl_loss(kind: str, logps: Tensor, microbatch: Microbatch, loss: Loss, accum
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *a, **k: (logps, torch.zeros_like(logps), None),
         args=SimpleNamespace(
-            use_bias_correction_kl=False, delta=None, steps_per_generation=accumulation, sapo_temperature_pos=1.0,
-            sapo_temperature_neg=1.05, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
+            use_bias_correction_kl=False,
+            delta=None,
+            steps_per_generation=accumulation,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+            vespo_k_pos=2.0,
+            vespo_lambda_pos=3.0,
+            vespo_k_neg=3.0,
+            vespo_lambda_neg=2.0,
         ),
-        accelerator=same, model=SimpleNamespace(training=True), _metrics=defaultdict(lambda: defaultdict(list)),
-        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False,
+        accelerator=same,
+        model=SimpleNamespace(training=True),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
         importance_sampling_level="sequence" if kind == "gspo" else "token",
-        loss_type="grpo" if kind == "gspo" else kind, beta=loss.beta, epsilon_low=loss.clip_low,
-        epsilon_high=loss.clip_high, max_completion_length=keep, current_gradient_accumulation_steps=accumulation,
-        _entropy_bonus_enabled=False, get_gamma_weights=GRPOTrainer.get_gamma_weights,
+        loss_type="grpo" if kind == "gspo" else kind,
+        beta=loss.beta,
+        epsilon_low=loss.clip_low,
+        epsilon_high=loss.clip_high,
+        max_completion_length=keep,
+        current_gradient_accumulation_steps=accumulation,
+        _entropy_bonus_enabled=False,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
     )
     inputs = {
-        "prompt_ids": microbatch.input_ids[:, :-keep], "prompt_mask": microbatch.attention_mask[:, :-keep],
-        "completion_ids": microbatch.input_ids[:, -keep:], "completion_mask": microbatch.completion_mask,
-        "advantages": microbatch.advantages, "old_per_token_logps": microbatch.old_logps,
-        "ref_per_token_logps": microbatch.ref_logps, "num_items_in_batch": torch.tensor(items),
+        "prompt_ids": microbatch.input_ids[:, :-keep],
+        "prompt_mask": microbatch.attention_mask[:, :-keep],
+        "completion_ids": microbatch.input_ids[:, -keep:],
+        "completion_mask": microbatch.completion_mask,
+        "advantages": microbatch.advantages,
+        "old_per_token_logps": microbatch.old_logps,
+        "ref_per_token_logps": microbatch.ref_logps,
+        "num_items_in_batch": torch.tensor(items),
     }
     result: Tensor = GRPOTrainer._compute_loss(trainer, None, inputs)  # type: ignore[arg-type]
     return result

@@ -150,8 +150,10 @@ def test_prompts_are_padded_on_the_left() -> None:
         ('{"group": 0, "prompt_ids": [1], "completion_ids": [2], "reward": NaN}', "reward: Input should be a finite"),
         ('{"group": 0, "prompt_ids": [], "completion_ids": [2], "reward": 1.0}', "prompt_ids: Tuple should have at"),
         ('{"group": 0, "prompt_ids": [1], "completion_ids": [2], "reward": 1.0, "rewad": 2}', "rewad: Unexpected"),
-        ('{"group": 0, "prompt_ids": [1], "completion_ids": [2], "reward": 1.0, "old_logps": [1.0, 2.0]}',
-         "old_logps has 2 numbers for 1 completion tokens"),
+        (
+            '{"group": 0, "prompt_ids": [1], "completion_ids": [2], "reward": 1.0, "old_logps": [1.0, 2.0]}',
+            "old_logps has 2 numbers for 1 completion tokens",
+        ),
         ("not json", "the line: Invalid JSON"),
     ],
 )

@@ -74,7 +74,9 @@ def test_it_answers_a_question(actor: Actor) -> None:
     assert actor.tokenizer is not None
     prompt = actor.tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
-        add_generation_prompt=True, return_tensors="pt", return_dict=True,
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
     actor.model.eval()
     try:

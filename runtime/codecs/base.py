@@ -71,20 +71,26 @@ class Codec(ABC):
 
     def check_input(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
-            raise CodecRefused(f"{self.name}: cannot encode a tensor of layout {tensor.layout}; keep it (mode H).",
-                               codec=self.name, dtype=tensor.dtype)
+            raise CodecRefused(
+                f"{self.name}: cannot encode a tensor of layout {tensor.layout}; keep it (mode H).",
+                codec=self.name,
+                dtype=tensor.dtype,
+            )
         self.check_dtype(tensor.dtype)
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         if dtype not in FLOAT_DTYPES:
             known = ", ".join(str(known).removeprefix("torch.") for known in FLOAT_DTYPES)
-            raise CodecRefused(f"{self.name}: cannot encode {dtype}, only {known}; keep it (mode H).",
-                               codec=self.name, dtype=dtype)
+            raise CodecRefused(
+                f"{self.name}: cannot encode {dtype}, only {known}; keep it (mode H).", codec=self.name, dtype=dtype
+            )
 
     def check_encoded(self, encoded: Encoded) -> None:
         if encoded.codec != self.name:
-            raise CodecError(f"{self.name}: asked to decode a payload made by {encoded.codec!r}; "
-                             f"use get_codec({encoded.codec!r}).", codec=encoded.codec)
+            raise CodecError(
+                f"{self.name}: asked to decode a payload made by {encoded.codec!r}; use get_codec({encoded.codec!r}).",
+                codec=encoded.codec,
+            )
 
     def store_raw(self, tensor: Tensor) -> Encoded:
         """An exact copy of ``tensor``, counted in ``stored_raw``."""
@@ -111,8 +117,9 @@ def is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-                               if size != 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
+    ):
         if stride != expected:
             return False
         expected *= size

@@ -109,4 +109,6 @@ def _tell(reason: str) -> None:
     warnings.warn(
         f"Codec kernels are not built: {reason}. Encoding and decoding run as plain torch operations with the same "
         "results, about 20 times slower; install gcc, or set CC to a C compiler.",
-        HiloreWarning, stacklevel=3)
+        HiloreWarning,
+        stacklevel=3,
+    )

@@ -46,8 +46,11 @@ def _decode_cpu(codes: Tensor, peaks: Tensor, kind: str, group: int, numel: int)
 
 def _encode_fake(flat: Tensor, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
     form, numel = reference.FORMATS[kind], flat.numel()
-    return (flat.new_empty(form.code_count(numel, group), dtype=form.code_dtype),
-            flat.new_empty(reference.group_count(numel, group)), flat.new_empty(1, dtype=torch.int64))
+    return (
+        flat.new_empty(form.code_count(numel, group), dtype=form.code_dtype),
+        flat.new_empty(reference.group_count(numel, group)),
+        flat.new_empty(1, dtype=torch.int64),
+    )
 
 
 def _decode_fake(codes: Tensor, peaks: Tensor, kind: str, group: int, numel: int) -> Tensor:

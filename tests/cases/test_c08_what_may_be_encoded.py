@@ -60,8 +60,9 @@ def test_roles_of_what_reaches_the_hook(model: Tiny, ids: Tensor) -> None:
         if tensor.untyped_storage()._cdata == weight:
             assert not isinstance(tensor, nn.Parameter)
             assert role == "parameter"
-        assert may_encode(tensor, compute_dtype=torch.float32, floor_bytes=4096,
-                          parameters=model.parameters()) == (role == "activation")
+        assert may_encode(tensor, compute_dtype=torch.float32, floor_bytes=4096, parameters=model.parameters()) == (
+            role == "activation"
+        )
         return tensor
 
     gradients(model, ids, pack)
@@ -97,16 +98,26 @@ def test_a_codec_of_zeros_changes_no_index_and_no_use_of_a_weight(model: Tiny, i
     assert not weight.any()
 
 
-@pytest.mark.parametrize(("tensor", "role"), [
-    (torch.zeros(64, 64), "activation"), (torch.zeros(64, 64).t(), "activation"),
-    (torch.zeros(64, 64, dtype=torch.bfloat16), "other dtype"),
-    (torch.zeros(64, 64, dtype=torch.complex64), "other dtype"),
-    (torch.zeros(64, 64, dtype=torch.int64), "index"), (torch.get_rng_state(), "index"),
-    (torch.zeros(64, 64, dtype=torch.bool), "mask"), (torch.tensor(1.0), "scalar"), (torch.zeros(1023), "small"),
-    (torch.zeros(1024), "activation"), (torch.zeros(1, 64).expand(64, 64), "repeated"),
-    (torch.eye(64).to_sparse(), "not strided"), (nn.Parameter(torch.zeros(64, 64)), "parameter"),
-    (nn.Parameter(torch.zeros(64, 64)).t(), "parameter"),
-    (nn.Parameter(torch.zeros(64, 64), requires_grad=False)[1:], "parameter")])
+@pytest.mark.parametrize(
+    ("tensor", "role"),
+    [
+        (torch.zeros(64, 64), "activation"),
+        (torch.zeros(64, 64).t(), "activation"),
+        (torch.zeros(64, 64, dtype=torch.bfloat16), "other dtype"),
+        (torch.zeros(64, 64, dtype=torch.complex64), "other dtype"),
+        (torch.zeros(64, 64, dtype=torch.int64), "index"),
+        (torch.get_rng_state(), "index"),
+        (torch.zeros(64, 64, dtype=torch.bool), "mask"),
+        (torch.tensor(1.0), "scalar"),
+        (torch.zeros(1023), "small"),
+        (torch.zeros(1024), "activation"),
+        (torch.zeros(1, 64).expand(64, 64), "repeated"),
+        (torch.eye(64).to_sparse(), "not strided"),
+        (nn.Parameter(torch.zeros(64, 64)), "parameter"),
+        (nn.Parameter(torch.zeros(64, 64)).t(), "parameter"),
+        (nn.Parameter(torch.zeros(64, 64), requires_grad=False)[1:], "parameter"),
+    ],
+)
 def test_role(tensor: Tensor, role: str) -> None:
     assert role_of(tensor, compute_dtype=torch.float32, floor_bytes=4096) == role
     assert may_encode(tensor, compute_dtype=torch.float32, floor_bytes=4096) == (role == "activation")

@@ -38,8 +38,9 @@ def test_loss_is_the_same_bit_for_bit(name: str) -> None:
 
     plain = step()
     with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: codec.encode(t) if t.is_floating_point() else t,
-            lambda packed: packed if isinstance(packed, Tensor) else codec.decode(packed)):
+        lambda t: codec.encode(t) if t.is_floating_point() else t,
+        lambda packed: packed if isinstance(packed, Tensor) else codec.decode(packed),
+    ):
         hooked = step()
     assert torch.equal(plain[0], hooked[0])
     assert torch.equal(plain[1], hooked[1])

@@ -15,8 +15,16 @@ MIB = 2**20
 def _one_layer_of_qwen2_5_3b() -> nn.Module:
     from tests.models import causal_lm
 
-    return causal_lm("qwen2", dtype=torch.bfloat16, hidden_size=2048, intermediate_size=11008, num_hidden_layers=1,
-                     num_attention_heads=16, num_key_value_heads=2, max_position_embeddings=2048)
+    return causal_lm(
+        "qwen2",
+        dtype=torch.bfloat16,
+        hidden_size=2048,
+        intermediate_size=11008,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
 
 
 def test_one_decoder_layer_of_qwen2_5_3b() -> None:

@@ -70,9 +70,7 @@ def test_a_limit_that_stops_with_a_plan_in_hand_says_feasible() -> None:
 def test_the_set_of_plans_carries_gap_and_exit_code_3() -> None:
     trace = qwen_trace(layers=6, buckets=(1024,), kept_names=("attention", "gate", "up"))
     low, high = reference_peaks(trace)
-    result = solve_trace(
-        trace, budget_bytes=(2 * low + high) // 3, delta=0.5, gap_percent=0.0, clock=stopping_after(5)
-    )
+    result = solve_trace(trace, budget_bytes=(2 * low + high) // 3, delta=0.5, gap_percent=0.0, clock=stopping_after(5))
     assert result.exit_code == 3
     assert any(plan.solver.status == "feasible" and plan.solver.gap > 0 for plan in result.plans)
     for plan in result.plans:
