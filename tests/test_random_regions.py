@@ -133,7 +133,6 @@ def test_lossy_keeps_the_loss_and_demoted_is_exact(case: Case) -> None:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
