@@ -23,7 +23,7 @@ from tests import models
 from tests.plans import assert_exact, attach_plan, gradients, keepable, loss_of, plan_for, random_modes, units_of
 
 MIXTURES = range(6)
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
+FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "qwen2": models.qwen2_tiny,
     "qwen3": models.qwen3_tiny,
     "llama": models.llama_tiny,
@@ -34,9 +34,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def check_exact(model: nn.Module, autocast: torch.dtype | None = None) -> None:
+def check_exact(model: nn.Module, autocast: torch.dtype | None = None, *, padding: bool = True) -> None:
     """All-R, all-H, all held, attention alone, everything but attention, and random mixtures."""
-    batch = models.microbatch_for(model)
+    batch = models.microbatch_for(model, left_padding=padding)
     expected = gradients(model, batch, autocast=autocast)
     units = units_of(model, batch, autocast=autocast)
     every = keepable(units)
@@ -68,6 +68,15 @@ def test_full_fine_tuning(family: str, autocast: torch.dtype | None) -> None:
 def test_lora_with_dropout(family: str, autocast: torch.dtype | None) -> None:
     targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"] if family == "phi3" else None
     check_exact(models.lora(FAMILIES[family](), dropout=0.1, targets=targets), autocast)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2-sdpa", "phi3"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["", "autocast"])
+def test_without_padding_attention_gets_no_mask(family: str, autocast: torch.dtype | None) -> None:
+    """Other kernels run then: causal, k and v with their own number of heads."""
+    check_exact(
+        FAMILIES[family](attention_dropout=0.1) if family == "qwen2" else FAMILIES[family](), autocast, padding=False
+    )
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["", "autocast"])
