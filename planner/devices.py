@@ -98,6 +98,7 @@ _PCIE4 = 32 * GIGA  # x16, per direction
 _PCIE5 = 64 * GIGA
 _OVER_PCIE = Fraction(0.65, f"{_ASSUMED}: ring collectives of NCCL over PCIe")
 _OVER_NVLINK = Fraction(0.75, f"{_ASSUMED}: ring collectives of NCCL over NVLink")
+_OVER_FABRIC = Fraction(0.70, f"{_ASSUMED}: ring collectives of RCCL over Infinity Fabric")
 
 
 def _rates(bfloat16: float, float32: float) -> dict[str, int]:
@@ -252,12 +253,12 @@ GPUS: tuple[Gpu, ...] = (
         5300,
         _rates(1307.4, 163.4),
         448 * GIGA,
-        _OVER_NVLINK,
+        _OVER_FABRIC,
         _CDNA3,
         "AMD Instinct MI300X data sheet (2023)",
         workspace=_WORKSPACE_SM90,
         launch_ns=6_000,
-        notes=("the saved tensors of its attention kernels are taken to be those of CUDA's",),
+        notes=("saved tensors of its attention kernels and the workspace of its BLAS are taken to be those of CUDA's",),
     ),
 )
 

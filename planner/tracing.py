@@ -213,6 +213,8 @@ def _fake_microbatch(fake: Actor, tokens: int) -> Microbatch:
 
 def _notes(run: _Run, spread: float) -> tuple[str, ...]:
     notes = [*run.captured.notes, *run.target.notes]
+    if run.bench.estimated and run.spec.precision.autocast:
+        notes.append("which operators autocast runs in float32 is taken from the CPU's list; CUDA's is longer")
     if run.sharding is not None:
         notes += sharding_notes(run.sharding, run.spec, run.target.gpu)
     if spread > LOUD_SPREAD:
