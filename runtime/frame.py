@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hilore.runtime.ambient import AutocastState, RandomState, RunningAs, device_type_of, tensors_in
 from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
-from hilore.runtime.saved import Entry, mutated
+from hilore.runtime.saved import Entry, mutated, version_of
 from hilore.runtime.slots import Direct, Slot, is_parameter
 from hilore.runtime.unit import UnitRecord
 
@@ -58,7 +58,7 @@ class Frame:
         self.args = args
         self.kwargs = kwargs
         inputs = tensors_in(args, kwargs)
-        self.input_versions = [(t, t._version) for t in inputs]
+        self.input_versions = [(t, version_of(t)) for t in inputs]
         device_type = device_type_of(inputs)
         self.random = RandomState.now(device_type, inputs)
         self.autocast = AutocastState.now(device_type)
@@ -148,8 +148,8 @@ class Frame:
         if self.replaying:
             raise self.mismatch("a backward inside its own replay asked for a saved tensor")
         for tensor, version in self.input_versions:
-            if tensor._version != version:
-                raise mutated(self.region_name, version, tensor._version)
+            if version_of(tensor) != version:
+                raise mutated(self.region_name, version, version_of(tensor))
         self._late_stage = late
         # A second replay (retain_graph) finds the store empty: then every unit runs.
         again = any(record.released for record in self.records.values() if late or self._wanted(record.late))

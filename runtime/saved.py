@@ -147,6 +147,11 @@ class Kept:
             raise mutated(unit_name, self._saved_version, version)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor was changed in place; 0 for one made under inference_mode, which keeps no count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def mutated(unit_name: str, saved_version: int, version: int) -> SavedTensorMutated:
     return SavedTensorMutated(
         f"Tensor saved by unit {unit_name} was changed in place after it was saved "

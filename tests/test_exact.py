@@ -112,6 +112,26 @@ def test_a_dead_attention_leaves_the_generator_as_eager_does() -> None:
     assert_exact(model, plan_for(model, modes), batch, expected)
 
 
+@pytest.mark.parametrize("mode", ["R", "H"])
+def test_arguments_made_under_inference_mode(mode: str) -> None:
+    """Such tensors keep no version; autograd saves none of them, but a region may be called with them."""
+    model = models.qwen2_tiny()
+    batch = models.microbatch_for(model)
+    with torch.inference_mode():
+        positions = torch.arange(16)[None].expand(2, -1).clone()
+
+    def step() -> list[torch.Tensor]:
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "position_ids": positions}
+        loss = model(**inputs).logits.square().mean()
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    expected = step()
+    runtime = attach_plan(model, plan_for(model, mode))
+    found = step()
+    runtime.detach()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 # --- what a call keeps ----------------------------------------------------------------------------------------------
 
 
