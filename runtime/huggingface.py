@@ -222,14 +222,15 @@ def _wrapped_for_a_while(implementation: str) -> Iterator[None]:
             unwrap_attention(implementation, wrapped)
 
 
-def set_cache_off(model: nn.Module) -> Any:
-    """Set a config default ``use_cache=True`` off, saying so once. Returns the config that had it on, else None."""
-    config: Any = getattr(model, "config", None)
-    if not getattr(config, "use_cache", False):
-        return None
-    notice(
-        f"{type(model).__name__}: config.use_cache was on and is set off while a plan is attached: a training forward "
-        "has no use for a key-value cache"
-    )
-    config.use_cache = False
-    return config
+def set_cache_off(model: nn.Module) -> list[Any]:
+    """Set every config default ``use_cache=True`` off, saying so once. Returns the configs that had it on."""
+    configs = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
+    changed: list[Any] = [config for config in configs.values() if getattr(config, "use_cache", False)]
+    for config in changed:
+        config.use_cache = False
+    if changed:
+        notice(
+            f"{type(model).__name__}: config.use_cache was on and is set off while a plan is attached: a training "
+            "forward has no use for a key-value cache"
+        )
+    return changed

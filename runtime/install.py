@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +46,8 @@ def _install_on_hugging_face(runtime: Runtime, switchable: list[nn.Module]) -> N
     if getattr(runtime.regions[0].module, ENABLED, False):
         notice(f"{type(outermost).__name__}: its own gradient checkpointing was on; the plan takes its place")
     runtime.on_detach(_restoring_checkpointing(outermost))
-    config = set_cache_off(base_model(runtime.model))
-    if config is not None:
-        runtime.on_detach(lambda: setattr(config, "use_cache", True))
+    for config in set_cache_off(base_model(runtime.model)):
+        runtime.on_detach(functools.partial(setattr, config, "use_cache", True))
     units = [unit for region in runtime.regions for unit in region.units.values()]
     for implementation in attention_implementations(unit.module for unit in units if unit.kind == ATTENTION):
         _wrap_attention(runtime, implementation)

@@ -376,6 +376,21 @@ def test_a_config_default_of_use_cache_is_set_off_and_said_once() -> None:
     assert model.config.use_cache is True
 
 
+def test_the_default_of_an_inner_config_is_set_off_too() -> None:
+    """Composite models keep it in the config of their text model."""
+    model = models.qwen2_tiny()
+    model.model.config = copy.deepcopy(model.config)
+    batch = models.microbatch_for(model)
+    plan = plan_for(model, "R")
+    expected = gradients(model, batch)
+    model.model.config.use_cache = True
+    with pytest.warns(HiloreWarning, match=r"Qwen2ForCausalLM: config.use_cache was on and is set off"):
+        runtime = attach_plan(model, plan)
+    assert_same_step(gradients(model, batch), expected)
+    runtime.detach()
+    assert (model.config.use_cache, model.model.config.use_cache) == (False, True)
+
+
 def test_liger_kernels_are_refused() -> None:
     model, _ = tiny("qwen2")
     plan = plan_for(model, "H")
