@@ -8,6 +8,8 @@ A plan solved from it says ``calibrated: false``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Bucket, Calibration, UnitRisk
 
@@ -37,17 +39,24 @@ def prior_codecs(kind: str, allowed: tuple[str, ...] | None) -> tuple[str, ...]:
 
 def calibration_from_prior(spec: ModelSpec, bucket: Bucket) -> Calibration:
     """The prior as a Calibration: kappa2 for every unit and codec that the prior knows."""
+    return calibration_from_errors(spec, bucket, ERRORS, source="prior")
+
+
+def calibration_from_errors(
+    spec: ModelSpec, bucket: Bucket, errors: Mapping[str, Mapping[str, float]], *, source: str
+) -> Calibration:
+    """kappa2 of every unit and codec from errors per kind and codec (percent, all layers at L)."""
     risks = []
     last = len(bucket.regions) - 1
     for place, region in enumerate(bucket.regions):
         share = _share(place, last)
         for unit in bucket.classes[region.class_index].units:
             for cost in unit.codecs:
-                error = ERRORS[unit.kind][cost.codec] / 100 * MARGIN
+                error = errors[unit.kind][cost.codec] / 100 * MARGIN
                 risks.append(UnitRisk(region.name, unit.name, cost.codec, error**2 * share))
     return Calibration(
         calibrated=False,
-        source="prior",
+        source=source,
         delta_star=spec.calibration.reference_error,
         confidence=0.0,
         psi_reference=PSI_REFERENCE,

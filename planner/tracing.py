@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hilore.planner.actor import Actor, build_actor, microbatch_of, policy_loss
+from hilore.planner.calibrate import calibrate_synthetic, refuse_calibration
 from hilore.planner.capture import Capture, capture
 from hilore.planner.classtrace import Progress, Setting, trace_class
 from hilore.planner.estimate import Bench, Target, bench_for, kernels, target_of
@@ -39,6 +40,7 @@ def trace_spec(spec: ModelSpec, progress: Progress | None = None) -> Trace:
     """
     tell = progress or (lambda _label, _done, _total: None)
     target = target_of(spec)
+    refuse_calibration(spec, estimated=target.estimated)
     tell("build the actor", 0, 1)
     fake = build_actor(spec, device=target.device, fake=True)
     bench = bench_for(target, spec, fake)
@@ -50,7 +52,7 @@ def trace_spec(spec: ModelSpec, progress: Progress | None = None) -> Trace:
         fixed = _fixed(run)
     buckets = tuple(replace(bucket, outside=replace(bucket.outside, optimizer_bytes=fixed[1])) for bucket, _ in found)
     spread = max(spread for _, spread in found)
-    return Trace(
+    trace = Trace(
         trace_version=TRACE_VERSION,
         name=spec.name,
         spec=spec_as_dict(spec),
@@ -66,6 +68,9 @@ def trace_spec(spec: ModelSpec, progress: Progress | None = None) -> Trace:
         versions={k: v for k, v in model_fingerprint(fake.model).items() if k.endswith("_patch")},
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
+    if spec.calibration.source == "synthetic":
+        trace = replace(trace, calibration=calibrate_synthetic(spec, trace, run.tell))
+    return trace
 
 
 @dataclass(frozen=True, slots=True)
