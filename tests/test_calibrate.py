@@ -39,10 +39,10 @@ def test_the_same_actor_gives_the_same_risk() -> None:
 @pytest.mark.parametrize("source", ["generate", "rollouts"])
 def test_a_source_that_is_not_measured_is_refused(source: str) -> None:
     path = ", path: rollouts.jsonl" if source == "rollouts" else ""
-    with pytest.raises(UnsupportedModelError, match=f"calibration.source: {source} is not measured by this version"):
+    with pytest.raises(UnsupportedModelError, match=rf"calibration\.source: {source} is not measured by this version"):
         trace_spec(spec_of(calibration=f"{{source: {source}{path}}}"))
 
 
 def test_a_device_that_is_not_here_cannot_be_calibrated_on() -> None:
-    with pytest.raises(UnsupportedModelError, match="calibration.source: synthetic runs the actor"):
+    with pytest.raises(UnsupportedModelError, match=r"calibration\.source: synthetic runs the actor"):
         trace_spec(spec_of(calibration=SYNTHETIC, device="{kind: cuda, gpu: l40s-48gb}"))
