@@ -8,27 +8,37 @@ term it is about the RMS of the advantages, whatever the normaliser and the accu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from hilore.runtime.errors import ExposureError
-from hilore.runtime.losses import LossInputs, LossSpec, coefficients, length_normaliser
+from hilore.runtime.loss_kinds import (
+    Loss,
+    LossLike,
+    coefficient_bound,
+    coefficients,
+    length_normaliser,
+    needs_ratio,
+    resolve,
+)
+from hilore.runtime.losses import LossInputs, LossSpec
+from hilore.runtime.verl_losses import VerlLoss
 
 LOG_MOVE = 0.5  # nats; see exposure_before_forward
 
 
-def known_before_forward(
-    loss: LossSpec | str | Mapping[str, Any], old_logps: Tensor | None = None, **options: Any
-) -> bool:
-    """Whether omega is known without the forward's log-probs: the ratio is 1 by construction and beta is 0."""
-    return old_logps is None and LossSpec.of(loss, **options).beta == 0
+def known_before_forward(loss: LossLike, old_logps: Tensor | None = None, **options: Any) -> bool:
+    """Whether omega is known without the forward's log-probs: the ratio is 1 by construction (``old_logps`` None) or
+    does not enter (verl's gpg), and beta is 0."""
+    spec = resolve(loss, **options)
+    return spec.beta == 0 and (old_logps is None or not needs_ratio(spec))
 
 
 def token_coefficients(
-    loss: LossSpec | str | Mapping[str, Any],
+    loss: LossLike,
     advantages: Tensor,
     mask: Tensor,
     logps: Tensor | None,
@@ -44,11 +54,12 @@ def token_coefficients(
     ``advantages`` [B], [B, 1] or [B, T]; ``mask``, ``logps``, ``old_logps``, ``ref_logps`` [B, T]. ``old_logps``
     None: the ratio is 1 by construction, and if beta is 0 ``logps`` may be None too. ``weights`` ([B, 1] or [B, T])
     multiply the policy term (off-policy or entropy masks); ``rollout_ratio`` too, but for vespo, which takes it
-    into its sequence weight. ``options``: fields of LossSpec. Formulas and sources: runtime/losses.py.
+    into its sequence weight. ``options``: fields of LossSpec or VerlLoss. Formulas and sources: runtime/losses.py,
+    runtime/verl_losses.py.
     Raises ExposureError for a missing input, shapes that disagree, and a NaN or infinite coefficient (naming the
     first row).
     """
-    spec = LossSpec.of(loss, **options)
+    spec = resolve(loss, **options)
     inputs = _inputs(spec, advantages, mask, logps, old_logps, ref_logps, weights, rollout_ratio)
     omega = coefficients(spec, inputs)
     if not bool(torch.isfinite(omega).all()):
@@ -57,7 +68,7 @@ def token_coefficients(
 
 
 def normalised_exposure(
-    loss: LossSpec | str | Mapping[str, Any],
+    loss: LossLike,
     advantages: Tensor,
     mask: Tensor,
     logps: Tensor | None = None,
@@ -69,7 +80,7 @@ def normalised_exposure(
     **options: Any,
 ) -> float:
     """psi = sqrt(sum m omega^2 / sum m c^2); 0 only where omega is 0 everywhere. Arguments as token_coefficients."""
-    spec = LossSpec.of(loss, **options)
+    spec = resolve(loss, **options)
     inputs = _inputs(spec, advantages, mask, logps, old_logps, ref_logps, weights, rollout_ratio)
     return exposure_from_gradient(coefficients(spec, inputs), inputs.mask, length_normaliser(spec, inputs.mask))
 
@@ -99,7 +110,7 @@ def exposure_from_gradient(gradient: Tensor, mask: Tensor, normaliser: Tensor | 
 
 
 def exposure_before_forward(
-    loss: LossSpec | str | Mapping[str, Any],
+    loss: LossLike,
     advantages: Tensor,
     mask: Tensor,
     logps: Tensor | None = None,
@@ -116,38 +127,14 @@ def exposure_before_forward(
     ``confirm`` computes the exact value after the forward and demotes where it was exceeded. Raises as
     token_coefficients, but for log-probs that are missing.
     """
-    spec = LossSpec.of(loss, **options)
+    spec = resolve(loss, **options)
     if (logps is not None and (spec.beta == 0 or ref_logps is not None)) or known_before_forward(spec, old_logps):
         return normalised_exposure(
             spec, advantages, mask, logps, old_logps, ref_logps, weights=weights, rollout_ratio=rollout_ratio
         )
-    without_kl = LossSpec.of(spec, beta=0.0)
-    inputs = _inputs(without_kl, advantages, mask, None, None, None, weights, rollout_ratio)
-    scale = length_normaliser(spec, inputs.mask)
-    largest_ratio = 1.0 if old_logps is None else math.exp(LOG_MOVE)
-    policy = coefficients(without_kl, inputs).abs() if old_logps is None else _policy_bound(spec, inputs, scale)
-    slope = math.expm1(LOG_MOVE) * (1.0 if not spec.bias_correction else 2 * largest_ratio)
-    return exposure_from_gradient(policy + spec.beta * slope * scale, inputs.mask, scale)
-
-
-def _policy_bound(spec: LossSpec, inputs: LossInputs, scale: Tensor) -> Tensor:
-    """Largest |omega| of the policy term for ratios up to exp(LOG_MOVE), [B, T]."""
-    largest = math.exp(LOG_MOVE)
-    positive = negative = largest
-    if spec.kind == "cispo":
-        positive = negative = min(largest, spec.clip_high)
-    elif spec.kind == "vespo":
-        positive, negative = (
-            math.exp(rate - k) * (k / rate) ** k for k, rate in (spec.vespo_positive, spec.vespo_negative)
-        )
-    elif spec.kind != "sapo":
-        positive = min(largest, 1 + spec.clip_high)
-    factor = torch.where(inputs.advantages > 0, positive, negative).to(scale.dtype)
-    bound = scale * inputs.advantages.abs() * factor
-    bound = bound if inputs.weights is None else bound * inputs.weights.abs()
-    if spec.level == "sequence" and spec.kind not in ("cispo", "vespo"):
-        bound = inputs.mask / inputs.row_tokens * bound.sum(-1, keepdim=True)
-    return bound
+    inputs = _inputs(resolve(spec, beta=0.0), advantages, mask, None, None, None, weights, rollout_ratio)
+    bound = coefficient_bound(spec, inputs, on_policy=old_logps is None, log_move=LOG_MOVE)
+    return exposure_from_gradient(bound, inputs.mask, length_normaliser(spec, inputs.mask))
 
 
 class LogprobHook:
@@ -205,7 +192,7 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: bool = True, ep
 
 
 def _inputs(
-    spec: LossSpec,
+    spec: Loss,
     advantages: Tensor,
     mask: Tensor,
     logps: Tensor | None,
@@ -264,6 +251,7 @@ def _inputs(
         reference=None if distance is None else _masked(distance, floats),
         weights=weight,
         rollout_ratio=rollout,
+        logps=None if policy is None else _masked(policy, floats),
     )
 
 
@@ -302,6 +290,7 @@ __all__ = [
     "LOG_MOVE",
     "LogprobHook",
     "LossSpec",
+    "VerlLoss",
     "exposure_before_forward",
     "exposure_from_gradient",
     "group_advantages",

@@ -28,7 +28,7 @@ CLIPPED_KINDS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_KINDS = (*CLIPPED_KINDS, "cispo", "sapo", "vespo", "gspo")
 LEVELS = ("token", "sequence")
 _PER_UPDATE_KINDS = ("dapo", "cispo", "vespo")
-_NOT_OF_THE_LOSS = ("inner_epochs", "head")  # keys of model.yaml's loss section that do not change omega
+NOT_OF_THE_LOSS = ("inner_epochs", "head")  # keys of model.yaml's loss section that do not change omega
 _VESPO_LOG_FLOOR, _VESPO_LOG_CAP = math.log(1e-8), 20.0
 
 
@@ -63,46 +63,47 @@ class LossSpec:
     steps_per_generation: int | None = None
 
     def __post_init__(self) -> None:
-        _check_name("loss kind", self.kind, LOSS_KINDS)
-        _check_name("level", self.level, LEVELS)
+        check_name("loss kind", self.kind, LOSS_KINDS)
+        check_name("level", self.level, LEVELS)
         if self.kind == "gspo":
             object.__setattr__(self, "kind", "grpo")
             object.__setattr__(self, "level", "sequence")
         for name in ("clip_low", "clip_high", "beta"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise _out_of_range(name, getattr(self, name), "a finite number of at least 0")
+                raise out_of_range(name, getattr(self, name), "a finite number of at least 0")
         for name in ("accumulation", "world_size", "max_tokens", "steps_per_generation", "ratio_cap"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise _out_of_range(name, value, "a finite number above 0")
+                raise out_of_range(name, value, "a finite number above 0")
         if not all(0 < value < math.inf for value in self.sapo_temperatures):
-            raise _out_of_range("sapo_temperatures", self.sapo_temperatures, "two finite numbers above 0")
+            raise out_of_range("sapo_temperatures", self.sapo_temperatures, "two finite numbers above 0")
 
     @classmethod
     def of(cls, loss: LossSpec | str | Mapping[str, Any], **options: Any) -> LossSpec:
         """A spec from a kind, from a mapping (a plan's ``loss``) or from another spec, with ``options`` on top."""
         if isinstance(loss, LossSpec):
-            return replace(loss, **_known(options)) if options else loss
+            return replace(loss, **known(cls, options)) if options else loss
         given = {"kind": loss} if isinstance(loss, str) else dict(loss)
-        return cls(**_known({key: value for key, value in given.items() if key not in _NOT_OF_THE_LOSS} | options))
+        return cls(**known(cls, {key: value for key, value in given.items() if key not in NOT_OF_THE_LOSS} | options))
 
 
-def _known(options: Mapping[str, Any]) -> dict[str, Any]:
-    names = [field.name for field in fields(LossSpec)]
+def known(loss: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options`` as a dict. Raises ExposureError for one that is no field of the dataclass ``loss``."""
+    names = [field.name for field in fields(loss)]
     for name in options:
-        _check_name("option", name, names)
+        check_name("option", name, names)
     return dict(options)
 
 
-def _check_name(what: str, name: str, known: list[str] | tuple[str, ...]) -> None:
-    if name not in known:
-        close = difflib.get_close_matches(str(name), known, n=1)
+def check_name(what: str, name: str, allowed: list[str] | tuple[str, ...]) -> None:
+    if name not in allowed:
+        close = difflib.get_close_matches(str(name), allowed, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         other = " For another loss use exposure_from_gradient." if what == "loss kind" else ""
-        raise ExposureError(f"Unknown {what} {name!r}{hint} Known: {', '.join(known)}.{other}", name=name)
+        raise ExposureError(f"Unknown {what} {name!r}{hint} Known: {', '.join(allowed)}.{other}", name=name)
 
 
-def _out_of_range(name: str, value: object, allowed: str) -> ExposureError:
+def out_of_range(name: str, value: object, allowed: str) -> ExposureError:
     return ExposureError(f"Loss option {name} is {value}, must be {allowed}.", name=name, value=value)
 
 
@@ -111,7 +112,8 @@ class LossInputs:
     """What a loss is computed from, floating, of one dtype; B rows, T response tokens.
 
     ``advantages`` [B, 1] or [B, T]; ``mask`` [B, T]; ``log_ratio`` [B, T] and ``reference`` (ref - logp; None: no
-    KL term) [B, T], both 0 where the mask is; ``weights`` (p) and ``rollout_ratio``: 1 or [B, 1] or [B, T].
+    KL term) [B, T], both 0 where the mask is; ``weights`` (p) and ``rollout_ratio``: 1 or [B, 1] or [B, T]; ``logps``
+    [B, T], where a loss depends on the probabilities themselves.
     """
 
     advantages: Tensor
@@ -120,6 +122,7 @@ class LossInputs:
     reference: Tensor | None
     weights: Tensor | None
     rollout_ratio: Tensor | None
+    logps: Tensor | None = None
 
     @property
     def row_tokens(self) -> Tensor:
@@ -235,6 +238,27 @@ def _vespo(spec: LossSpec, inputs: LossInputs) -> Tensor:
     power = _choose(at_least_0, k_positive, k_negative, log_weight.dtype)
     rate = _choose(at_least_0, rate_positive, rate_negative, log_weight.dtype).clamp(min=1e-4)
     return -inputs.advantages * torch.exp(rate + power * log_weight - rate * log_weight.exp())
+
+
+def policy_bound(spec: LossSpec, inputs: LossInputs, log_move: float) -> Tensor:
+    """Largest |omega| of the policy term for log-probs within ``log_move`` nats of the old ones, [B, T]."""
+    largest = math.exp(log_move)
+    positive = negative = largest
+    if spec.kind == "cispo":
+        positive = negative = min(largest, spec.clip_high)
+    elif spec.kind == "vespo":
+        positive, negative = (
+            math.exp(rate - k) * (k / rate) ** k for k, rate in (spec.vespo_positive, spec.vespo_negative)
+        )
+    elif spec.kind != "sapo":
+        positive = min(largest, 1 + spec.clip_high)
+    scale = length_normaliser(spec, inputs.mask)
+    factor = torch.where(inputs.advantages > 0, positive, negative).to(scale.dtype)
+    bound = scale * inputs.advantages.abs() * factor
+    bound = bound if inputs.weights is None else bound * inputs.weights.abs()
+    if spec.level == "sequence" and spec.kind not in ("cispo", "vespo"):
+        bound = inputs.mask / inputs.row_tokens * bound.sum(-1, keepdim=True)
+    return bound
 
 
 def _choose(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:

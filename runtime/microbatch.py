@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hilore.runtime.exposure import LossSpec, exposure_before_forward, normalised_exposure
+from hilore.runtime.exposure import exposure_before_forward, normalised_exposure
+from hilore.runtime.loss_kinds import resolve
 from hilore.runtime.notice import notice
 from hilore.runtime.region import Choice
 from hilore.runtime.stats import StepStats
@@ -30,7 +31,7 @@ class Microbatch:
         loss: Any,
     ) -> None:
         self._runtime = runtime
-        self._loss = LossSpec.of(loss if loss is not None else runtime.plans.plans[0].loss)
+        self._loss = resolve(loss if loss is not None else runtime.plans.plans[0].loss)
         self._advantages = advantages
         self._mask = mask
         self._old_logps = old_logps
