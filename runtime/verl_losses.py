@@ -249,8 +249,9 @@ _SLOPES = {
 def verl_bound(spec: VerlLoss, inputs: LossInputs, *, ratio_move: float, kl_move: float) -> Tensor:
     """Largest |omega| [B, T] for log-probs within ``ratio_move`` nats of the old and ``kl_move`` of the reference's.
 
-    The policy term's factor: 1 for gpg; exp(ratio_move) for sapo and geo_mean; min of it and the cap for dppo; for the others
-    with the clip's upper end 1 + high (cispo for every A, and at least 1 - low) and, for A < 0, vanilla's cap.
+    The policy term's factor: 1 for gpg; exp(ratio_move) for sapo and geo_mean; min of it and the cap for dppo; for
+    the others with the clip's upper end 1 + high (cispo for every A, and at least 1 - low) and, for A < 0, vanilla's
+    cap.
     """
     largest = math.exp(ratio_move)
     upper, lower = largest, largest
