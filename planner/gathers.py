@@ -26,11 +26,17 @@ class OutsideGathers:
         self._accumulates = accumulates
         self._device = device
         self._held: dict[str, Tensor] = {}
+        self._bytes: dict[str, int] = {}
 
     @property
     def held_bytes(self) -> int:
         """Bytes that this object holds now."""
-        return sum(tensor.numel() for tensor in self._held.values())
+        return sum(self._bytes.values())
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each buffer that this object holds now."""
+        return list(self._bytes.values())
 
     def begin(self) -> None:
         """The forward begins: the first group is gathered."""
@@ -97,6 +103,7 @@ class OutsideGathers:
             self._drop(name)
         self._reduce(self._sharding.first, parameters)
         self._held.clear()
+        self._bytes.clear()
 
     def _last_region(self) -> GroupBytes:
         assert self._sharding is not None
@@ -130,10 +137,13 @@ class OutsideGathers:
 
     def _hold(self, name: str, nbytes: int) -> None:
         if nbytes:
+            # Counted first: a meter that sees the new tensor may ask at once what is held.
+            self._bytes[name] = nbytes
             self._held[name] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _drop(self, name: str) -> None:
         self._held.pop(name, None)
+        self._bytes.pop(name, None)
 
     def _size(self, name: str) -> int:
-        return self._held[name].numel() if name in self._held else 0
+        return self._bytes.get(name, 0)

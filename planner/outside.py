@@ -6,6 +6,7 @@ One whole update of the fake actor in which a stand-in takes the place of every 
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from hilore.planner.head import policy_logps
 from hilore.planner.loss import grpo_loss
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.sharding import Sharding, untied_embeddings
+from hilore.planner.trace import LargestTensors, OutsideParts
 from hilore.runtime.ambient import tensors_in
 from hilore.runtime.meter import StorageMeter
 
@@ -36,6 +38,7 @@ class OutsideCosts:
     tail_bytes: int
     forward_ns: int
     backward_ns: int
+    parts: OutsideParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ def measure_outside(
         max(tail_peak - fixed - before, 0),
         forward_ns,
         backward_ns,
+        OutsideParts(edges.head_fsdp, edges.head_left_fsdp, edges.fsdp_at_peak, edges.head_largest),
     )
 
 
@@ -111,6 +115,10 @@ class _Edges:
         self.entered = self.all_retained = self.head_peak = self.after_head = self.skipped_ns = 0
         self.leaf_boundary = 0
         self.tail_begun = False
+        self.fsdp_at_peak = self.head_fsdp = self.head_left_fsdp = 0
+        self.head_largest: tuple[LargestTensors, ...] = ()
+        self._before_head, self._sizes_at_peak = Counter[int](), Counter[int]()
+        meter.on_peak = self._note_peak
         self._head_parameters = head_parameters
         self._forms: dict[int, tuple[list[Any], Any]] = {}
 
@@ -130,6 +138,7 @@ class _Edges:
         if region.name == self.last:
             output = _first(result)
             self.all_retained = self.meter.live_bytes - _nbytes(output) - self.gathers.held_bytes
+            self._before_head = self.meter.sizes()
             self.meter.reset_peak()
             self.gathers.leave_regions()
             output.register_hook(self._head_done)  # type: ignore[no-untyped-call]
@@ -159,13 +168,28 @@ class _Edges:
 
     def _head_done(self, _gradient: Tensor) -> None:
         own = self.gathers.head_done(self._head_parameters)
-        self.head_peak = self.meter.peak_bytes
+        self.head_peak, self.head_fsdp = self.meter.peak_bytes, self.fsdp_at_peak
+        self.head_largest = _largest(self._sizes_at_peak)
         self.after_head = self.meter.live_bytes - own
+        self.head_left_fsdp = self.gathers.held_bytes - own
+
+    def _note_peak(self) -> None:
+        """What is live at the highest moment so far beside what the regions left: only the last call's stays."""
+        self.fsdp_at_peak = self.gathers.held_bytes
+        if self._before_head and not self.tail_begun:
+            self._sizes_at_peak = self.meter.sizes() - self._before_head - Counter(self.gathers.sizes)
 
     def begin_tail(self) -> None:
         self.tail_begun = True
         self.meter.reset_peak()
         self.gathers.tail_begins()
+
+
+def _largest(sizes: Counter[int]) -> tuple[LargestTensors, ...]:
+    """The sizes that make up at least a tenth each of a multiset of bytes, largest first."""
+    total = sum(size * count for size, count in sizes.items())
+    found = [LargestTensors(count, size) for size, count in sizes.items() if 10 * size * count >= total]
+    return tuple(sorted(found, key=lambda tensors: -tensors.each_bytes))
 
 
 @dataclass(frozen=True, slots=True)

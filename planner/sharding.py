@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from hilore.planner.sources import torch_dtype
 from hilore.planner.spec_types import ModelSpec
-from hilore.planner.trace import KeepSet, RegionClass
+from hilore.planner.trace import KeepSet, RegionClass, ShardedBytes
 from hilore.runtime.errors import UnsupportedModelError
 
 # An end region has a class of its own where what it does not carry is more than this share of its working set.
@@ -227,6 +227,23 @@ def _shard_class(
         hold=shard(region_class.hold),
         gc=shard(region_class.gc),
         gradient_bytes=0 if accumulates else group.reduced,
+        sharded=_sharded_bytes(sharding, group, around),
+    )
+
+
+def _sharded_bytes(sharding: Sharding, group: GroupBytes, around: Around) -> ShardedBytes:
+    """The terms of `shard_keep_set` that are FSDP2's."""
+    flat, gathered = sharding.flat(group), group.gathered
+    opening = max(flat + gathered, gathered + around.flat_next + group.cast)
+    return ShardedBytes(
+        retained_bytes=0 if sharding.reshard else gathered,
+        forward_bytes=flat + gathered + sharding.through_bytes,
+        gathering_bytes=around.flat_before + group.cast + flat + sharding.through_bytes,
+        backward_bytes=gathered + around.flat_next if sharding.reshard else 0,
+        opening_bytes=opening if sharding.reshard else 0,
+        held_bytes=around.reduce_held,
+        reducing_bytes=group.reducing if group.gradients else 0,
+        prefetched_bytes=around.flat_next,
     )
 
 

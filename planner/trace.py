@@ -73,6 +73,27 @@ class KeepSet:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardedBytes:
+    """What FSDP2 takes of a region class's bytes (planner/sharding.py): what a peak is made of, never a decision.
+
+    ``retained_bytes``: of every ``KeepSet.retained_bytes``, parameters that stay gathered. ``forward_bytes``: gathered
+    copies while the region's forward computes; ``gathering_bytes``: its gather, where that is the highest moment.
+    ``backward_bytes``: gathered and prefetched parameters while its backward computes; ``opening_bytes``: those before
+    it computes; ``held_bytes``: an earlier reduction's input beside either. ``reducing_bytes``: the reduction of its
+    gradients, when all it retained is gone and ``prefetched_bytes`` are there.
+    """
+
+    retained_bytes: int
+    forward_bytes: int
+    gathering_bytes: int
+    backward_bytes: int
+    opening_bytes: int
+    held_bytes: int
+    reducing_bytes: int
+    prefetched_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RegionClass:
     """Regions with the same structure, shapes and dtypes.
 
@@ -81,7 +102,7 @@ class RegionClass:
     runs dead calls: the reference point, never a choice.
     ``replay_fixed_ns``: a replay in which no unit runs (glue, bookkeeping). ``gc_replay_ns``: one of GC.
     ``split_at``: the unit before which a replay can be split into two stages (plan.RegionPlan), '' where it cannot;
-    ``early_fixed_ns``: the glue of the second stage, which a split replay runs twice.
+    ``early_fixed_ns``: the glue of the second stage, which a split replay runs twice. ``sharded``: None without FSDP2.
     """
 
     name: str
@@ -96,6 +117,7 @@ class RegionClass:
     gradient_bytes: int
     split_at: str = ""
     early_fixed_ns: int = 0
+    sharded: ShardedBytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +126,28 @@ class RegionTrace:
 
     name: str
     class_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class LargestTensors:
+    """``count`` storages of ``each_bytes``."""
+
+    count: int
+    each_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutsideParts:
+    """What is in Outside's bytes: what a peak is made of, never a decision.
+
+    ``head_fsdp_bytes``, ``head_left_fsdp_bytes``, ``tail_fsdp_bytes``: gathered parameters and reductions of FSDP2.
+    ``head_largest``: the largest tensors beside those at the head's highest moment (logits and their copies).
+    """
+
+    head_fsdp_bytes: int
+    head_left_fsdp_bytes: int
+    tail_fsdp_bytes: int
+    head_largest: tuple[LargestTensors, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +162,7 @@ class Outside:
     ``head_left_bytes``: what the head still holds when the last region's backward begins (incoming gradient and
     the head's parameter gradients). ``tail_bytes``: the same as ``head_bytes`` for the backward of what lies before
     the first region. ``optimizer_bytes``: highest live bytes during the optimizer step beyond ``fixed``.
+    ``parts``: None in traces of earlier versions.
     """
 
     before_bytes: int
@@ -129,6 +174,7 @@ class Outside:
     backward_ns: int
     optimizer_ns: int
     leaf_boundary_bytes: int = 0
+    parts: OutsideParts | None = None
 
 
 @dataclass(frozen=True, slots=True)

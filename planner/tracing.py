@@ -162,6 +162,7 @@ def _as_outside(costs: OutsideCosts) -> Outside:
         backward_ns=costs.backward_ns,
         optimizer_ns=0,
         leaf_boundary_bytes=costs.leaf_boundary_bytes,
+        parts=costs.parts,
     )
 
 

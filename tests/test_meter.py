@@ -83,3 +83,17 @@ def test_it_counts_the_same_on_fake_tensors() -> None:
     with FakeTensorMode():
         assert run() == real
     assert real[0] == 2 * 64 * 64 * 4 + 4
+
+
+def test_on_peak_is_called_when_the_peak_rises_or_is_reset_and_sizes_are_of_that_moment() -> None:
+    seen: list[tuple[int, dict[int, int]]] = []
+    with StorageMeter() as meter:
+        meter.on_peak = lambda: seen.append((meter.peak_bytes, dict(meter.sizes())))
+        first = torch.zeros(KIB, dtype=torch.uint8)
+        second = torch.zeros(KIB, dtype=torch.uint8)
+        del first
+        third = torch.zeros(KIB // 2, dtype=torch.uint8)
+        assert [peak for peak, _ in seen] == [KIB, 2 * KIB]
+        meter.reset_peak()
+        assert seen[1:] == [(2 * KIB, {KIB: 2}), (KIB + KIB // 2, {KIB: 1, KIB // 2: 1})]
+        del second, third
