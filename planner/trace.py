@@ -179,12 +179,18 @@ class Outside:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Live during the whole update."""
+    """Live during the whole update.
+
+    Of ``other_bytes``: ``workspace_bytes`` are cuBLAS's, ``reference_bytes`` the reference model's, the rest is
+    ``resident.other_mib``.
+    """
 
     parameter_bytes: int
     gradient_bytes: int
     optimizer_state_bytes: int
     other_bytes: int
+    workspace_bytes: int = 0
+    reference_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:

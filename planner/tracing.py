@@ -198,9 +198,10 @@ def _fixed(run: _Run) -> tuple[Fixed, int]:
         gradients_exist=run.accumulates,
         other_bytes=run.spec.resident.other_mib * 2**20 + run.target.workspace_bytes,
     )
+    fixed = replace(fixed, workspace_bytes=run.target.workspace_bytes)
     if run.spec.resident.reference:
         copy = sum(_nbytes(p) for p in state.parameters() if not p.requires_grad) or fixed.parameter_bytes
-        fixed = replace(fixed, other_bytes=fixed.other_bytes + copy)
+        fixed = replace(fixed, other_bytes=fixed.other_bytes + copy, reference_bytes=copy)
     return fixed, working
 
 
