@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hilore.runtime.errors import ExposureError
 from hilore.runtime.exposure import exposure_before_forward, normalised_exposure
 from hilore.runtime.loss_kinds import resolve
 from hilore.runtime.notice import notice
+from hilore.runtime.nullskip import agree_on_null, null_loss, refuse_skipping
 from hilore.runtime.region import Choice
 from hilore.runtime.stats import StepStats
 
@@ -29,6 +31,8 @@ class Microbatch:
         old_logps: torch.Tensor | None,
         ref_logps: torch.Tensor | None,
         loss: Any,
+        skip_null: bool = False,
+        group: Any = None,
     ) -> None:
         self._runtime = runtime
         self._loss = resolve(loss if loss is not None else runtime.plans.plans[0].loss)
@@ -39,6 +43,10 @@ class Microbatch:
         self.exposure = exposure_before_forward(
             self._loss, advantages, mask, logps=logps, old_logps=old_logps, ref_logps=ref_logps
         )
+        self.null = False
+        if skip_null:
+            refuse_skipping(runtime.model)
+            self.null = agree_on_null(self.exposure == 0.0, group)
         self.exact_exposure: float | None = None
         self.choice: Choice | None = None
         self.fallback = ""
@@ -56,12 +64,27 @@ class Microbatch:
         runtime.close(self)
         if exc_type is not None:
             return
-        if self.regions_run == 0 and runtime.enabled and runtime.model.training:
+        if self.null:
+            runtime.stats.null_skipped += self.regions_run == 0
+        elif self.regions_run == 0 and runtime.enabled and runtime.model.training:
             notice(
                 "no region ran under a plan in this microbatch: the model was not called, was called without "
                 "gradients, or its checkpointing functions were replaced after attach"
             )
         runtime.stats.steps.append(self._step())
+
+    def null_loss(self) -> torch.Tensor:
+        """The loss of a microbatch that is skipped (``null`` is True): exactly 0, zeros as gradients.
+
+        Raises ExposureError where the microbatch is not null (or ``skip_null`` was not asked for).
+        """
+        if not self.null:
+            raise ExposureError(
+                f"this microbatch has exposure {self.exposure} and is not to be skipped; null_loss() is for those "
+                "that runtime.microbatch(..., skip_null=True) calls null",
+                exposure=self.exposure,
+            )
+        return null_loss(self._runtime.model)
 
     def resolve(self, tokens: int, rows: int) -> Choice:
         """The choice of this microbatch: made when its first region runs, and again for a larger forward after it."""
@@ -98,7 +121,7 @@ class Microbatch:
         held = sum(region.hold for region in plan.regions) if plan is not None else 0
         gain = plan.predicted.gc_step_ns / plan.predicted.step_ns - 1 if plan is not None else 0.0
         return StepStats(
-            regime=plan.regime.label if plan is not None else "none",
+            regime=plan.regime.label if plan is not None else "null" if self.null else "none",
             exposure=self.exposure,
             exact_exposure=self.exact_exposure,
             demoted=choice.demoted if choice is not None else False,
@@ -106,4 +129,5 @@ class Microbatch:
             regions_held=held,
             gain=gain,
             fallback=self.fallback,
+            skipped=self.null and self.regions_run == 0,
         )

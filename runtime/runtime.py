@@ -55,13 +55,19 @@ class Runtime:
         old_logps: torch.Tensor | None = None,
         ref_logps: torch.Tensor | None = None,
         loss: Any = None,
+        *,
+        skip_null: bool = False,
+        group: Any = None,
     ) -> Microbatch:
         """Context of one forward: its exposure chooses the plan.
 
         advantages [B] or [B, T], mask and the log-probs [B, T] (T response tokens), any float dtype. ``loss`` is a
-        kind or a LossSpec, None the plan's own. Raises ExposureError for NaN or infinite coefficients.
+        kind, a LossSpec or a VerlLoss, None the plan's own. ``skip_null``: where every coefficient is 0 on every rank of
+        ``group`` (collective under torch.distributed), ``.null`` is True and ``.null_loss()`` stands for forward and
+        backward, which may be left out. Raises ExposureError for NaN or infinite coefficients, UnsupportedModelError
+        for ``skip_null`` under wrappers that reduce gradients later.
         """
-        return Microbatch(self, advantages, mask, logps, old_logps, ref_logps, loss)
+        return Microbatch(self, advantages, mask, logps, old_logps, ref_logps, loss, skip_null, group)
 
     def use(self, plan: Plan | None) -> None:
         """Fix one plan for every following forward, whatever the exposure (None: choose by exposure again).

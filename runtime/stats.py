@@ -43,6 +43,7 @@ class StepStats:
     regions_held: int
     gain: float
     fallback: str
+    skipped: bool = False
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ class Stats:
     demotions: int = 0
     over_length: int = 0
     over_exposure: int = 0
+    null_skipped: int = 0
     accepted: tuple[str, ...] = ()
     encode_roles: Counter[str] = field(default_factory=Counter)
     _frames: weakref.WeakSet[Frame] = field(default_factory=weakref.WeakSet)
@@ -104,4 +106,5 @@ class Stats:
             "hilore/gain": last.gain,
             "hilore/demotions": self.demotions,
             "hilore/replays": self.replays,
+            "hilore/null_skipped": self.null_skipped,
         }

@@ -45,11 +45,12 @@ class HiloreMixin:
         plans: PlanSet | Iterable[Plan] | None = None,
         accept: tuple[str, ...] = (),
         loss: LossSpec | None = None,
+        skip_null: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         if plans is not None:
-            attach_trainer(self, plans, accept=accept, loss=loss)
+            attach_trainer(self, plans, accept=accept, loss=loss, skip_null=skip_null)
 
     @property
     def hilore(self) -> Runtime | None:
@@ -70,7 +71,12 @@ class HiloreMixin:
 
 
 def attach_trainer(
-    trainer: Any, plans: PlanSet | Iterable[Plan], *, accept: tuple[str, ...] = (), loss: LossSpec | None = None
+    trainer: Any,
+    plans: PlanSet | Iterable[Plan],
+    *,
+    accept: tuple[str, ...] = (),
+    loss: LossSpec | None = None,
+    skip_null: bool = False,
 ) -> Runtime:
     """Install ``plans`` on a GRPOTrainer's model, turn them on, and let every training microbatch choose among them.
 
@@ -78,14 +84,15 @@ def attach_trainer(
     is on all the same (``runtime.disable()`` turns it off), with True TRL's own switching turns it off and on. Either
     way the input embeddings are made to require grad, as transformers does where it checkpoints.
     ``loss``: for a trainer whose ``_compute_loss`` is not TRL's own; by default it is read from the trainer
-    (``loss_of``). ``runtime.detach()`` restores trainer and model.
+    (``loss_of``). ``skip_null``: a microbatch whose every loss coefficient is 0 (flat groups, beta 0) runs neither
+    forward nor backward; TRL's metrics then have no entry for it. ``runtime.detach()`` restores trainer and model.
     Raises UnsupportedModelError for a trainer or a setting that a plan cannot follow (nothing was installed), and as
     ``attach``.
     """
     refuse_trainer(trainer, loss)
     runtime = attach(trainer.model, plans, accept=accept)
     _require_input_grads(trainer.model, runtime)
-    link = Link(trainer, runtime, loss)
+    link = Link(trainer, runtime, loss, skip_null)
     trainer.__dict__[_LINK] = link
     runtime.on_detach(lambda: trainer.__dict__.pop(_LINK, None))
     if not isinstance(trainer, HiloreMixin):
@@ -96,10 +103,11 @@ def attach_trainer(
 class Link:
     """One trainer and its runtime: what the mixin's methods and the wrapped ones share."""
 
-    def __init__(self, trainer: Any, runtime: Runtime, loss: LossSpec | None) -> None:
+    def __init__(self, trainer: Any, runtime: Runtime, loss: LossSpec | None, skip_null: bool = False) -> None:
         self.trainer = trainer
         self.runtime = runtime
         self._given = loss
+        self._skip_null = skip_null
         self._open: Microbatch | None = None
 
     def loss(
@@ -116,11 +124,11 @@ class Link:
         loss = self._given if self._given is not None else loss_of(self.trainer, inputs)
         advantages, mask, old_logps, ref_logps = exposure_inputs(inputs)
         with self.runtime.microbatch(
-            advantages, mask, old_logps=old_logps, ref_logps=ref_logps, loss=loss
+            advantages, mask, old_logps=old_logps, ref_logps=ref_logps, loss=loss, skip_null=self._skip_null
         ) as microbatch:
             self._open = microbatch
             try:
-                result = call(model, inputs, *args, **kwargs)
+                result = microbatch.null_loss() if microbatch.null else call(model, inputs, *args, **kwargs)
             finally:
                 self._open = None
             self._refuse_unconfirmed(microbatch)
@@ -148,7 +156,7 @@ class Link:
             if key == "hilore/regime":
                 for label in (*REGIME_LABELS, "none"):
                     metrics[f"{key}_{label}"].append(float(label == value))
-            elif key in ("hilore/demotions", "hilore/replays"):
+            elif key in ("hilore/demotions", "hilore/replays", "hilore/null_skipped"):
                 metrics[key] = [float(value)]
             elif value is not None:
                 metrics[key].append(float(value))
