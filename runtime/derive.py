@@ -5,11 +5,13 @@ Each derivation is tried on the values themselves the first time (bitwise), then
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch._subclasses import FakeTensor
+
+from hilore.runtime.provenance import Provenance
 
 Rule = Callable[[torch.Tensor, torch.Size, torch.dtype], torch.Tensor | None]
 
@@ -95,32 +97,44 @@ class Derivation:
 
 
 def derivation_of(
-    value: torch.Tensor, arguments: list[torch.Tensor], parameters: list[torch.Tensor]
+    value: torch.Tensor,
+    arguments: list[torch.Tensor],
+    parameters: list[torch.Tensor],
+    provenance: Provenance | None = None,
 ) -> tuple[Derivation | None, bool]:
     """The derivation that gives exactly ``value``, or None; and whether that holds for later calls too.
 
     It does not where two sources give the same values by chance (k and v of a layer whose weights are still zero).
-    Fake tensors have no values: there the first fit counts.
+    Fake tensors have no values: there ``provenance``, whose sources are parameters and then arguments, says from which
+    of them ``value`` comes, and the first of these that fits counts.
     """
     found: Derivation | None = None
-    for from_parameter, sources in ((True, parameters), (False, arguments)):
-        for place, source in enumerate(sources):
-            candidate = next(
-                (
-                    candidate
-                    for rule in RULES
-                    if _reproduces(candidate := Derivation(rule, place, from_parameter, value.dtype), source, value)
-                ),
-                None,
-            )
-            if candidate is None:
-                continue
-            if isinstance(value, FakeTensor):
-                return candidate, True
-            if found is not None:
-                return found, False
-            found = candidate
+    for place, (from_parameter, index, source) in enumerate(_sources(arguments, parameters)):
+        if provenance is not None and not provenance.allows(value, place):
+            continue
+        candidate = next(
+            (
+                candidate
+                for rule in RULES
+                if _reproduces(candidate := Derivation(rule, index, from_parameter, value.dtype), source, value)
+            ),
+            None,
+        )
+        if candidate is None:
+            continue
+        if isinstance(value, FakeTensor):
+            return candidate, True
+        if found is not None:
+            return found, False
+        found = candidate
     return found, True
+
+
+def _sources(arguments: list[torch.Tensor], parameters: list[torch.Tensor]) -> Iterator[tuple[bool, int, torch.Tensor]]:
+    """Each source: whether it is a parameter, its place among its kind, itself."""
+    for from_parameter, sources in ((True, parameters), (False, arguments)):
+        for index, source in enumerate(sources):
+            yield from_parameter, index, source
 
 
 def _reproduces(candidate: Derivation, source: torch.Tensor, value: torch.Tensor) -> bool:

@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
+from hilore.runtime.adapter import Front, Known, front_modules
 from hilore.runtime.alias import is_placeholder, non_leaf_alias, placeholder
 from hilore.runtime.ambient import RandomState, tensors_in
 from hilore.runtime.derive import Derivation, derivation_of
 from hilore.runtime.eligibility import role_of
 from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
+from hilore.runtime.provenance import Provenance
 from hilore.runtime.saved import Entry, Kept, Layout, Role, Watch
 
 if TYPE_CHECKING:
@@ -33,12 +37,26 @@ ENCODE_FLOOR_BYTES = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class UnitBinding:
-    """A unit of the plan bound to the model. ``module`` runs the call (attention: the module that calls it)."""
+    """A unit of the plan bound to the model. ``module`` runs the call (attention: the module that calls it).
+
+    ``front``: of a linear with its adapter the modules that a replay may run although the unit is left out.
+    """
 
     name: str
     kind: str
     module: nn.Module
-    derivations: dict[tuple[Any, ...], Derivation | None]
+    derivations: Known
+    front: tuple[nn.Module, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, kind: str, module: nn.Module) -> UnitBinding:
+        return cls(name, kind, module, {}, front_modules(module) if kind != "attention" else ())
+
+    def own_state(self) -> list[torch.Tensor]:
+        """Parameters and buffers that its calls may save: of an adapter layer also those of its parts."""
+        modules = self.module.modules() if self.front else (self.module,)
+        state = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
+        return [t for t in state if t is not None]
 
 
 class UnitRecord:
@@ -48,6 +66,7 @@ class UnitRecord:
         "arguments",
         "encode_role",
         "entries",
+        "front",
         "kept",
         "late",
         "output_layout",
@@ -63,9 +82,10 @@ class UnitRecord:
         "watch",
     )
 
-    def __init__(self, region_name: str, unit: UnitBinding, late: bool = False) -> None:
+    def __init__(self, region_name: str, unit: UnitBinding, *, late: bool = False, kept: bool = False) -> None:
         self.region_name = region_name
         self.late = late
+        self.front = Front(kept, unit.derivations)
         self.unit = unit
         self.roles: list[Role] = []
         self.entries: list[weakref.ref[Entry]] = []
@@ -92,18 +112,26 @@ class UnitRecord:
         """Forward: run the call with its saved tensors packed here, then settle every entry's role."""
         sources = tensors_in(args, kwargs)
         self.arguments = [Layout.of(t) for t in sources]
-        result = call(*args, **kwargs)
+        self.front.starts(sources)
+        own_state = self.unit.own_state()
+        provenance = _provenance([*own_state, *sources])
+        with provenance or nullcontext():
+            result = call(*args, **kwargs)
         output, self.output_place = output_of(self.unit.name, result)
         if self.output_place >= 0:
             self.template = tuple(None if item is output else item for item in result)
         self.output_layout = Layout.of(output)
         self.output_requires_grad = output.requires_grad
-        own_state = _own_state(self.unit.module)
         for index, reference in enumerate(self.entries):
             entry = reference()
             if entry is not None:
-                self._settle(index, entry, output, sources, own_state)
+                self._settle(index, entry, output, sources, own_state, provenance)
+        self.front.settled()
         return result
+
+    def run_front(self, module: nn.Module, call: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        """Forward: run a module of the unit's front."""
+        return self.front.run(module, call, x, self.roles)
 
     def keep(self, result: Any, codec: str | None, compute_dtype: torch.dtype | None) -> None:
         """Store the output: encoded where the plan says so and it is an activation, else as it is."""
@@ -113,7 +141,7 @@ class UnitRecord:
                 output,
                 compute_dtype=compute_dtype,
                 floor_bytes=ENCODE_FLOOR_BYTES,
-                parameters=_own_state(self.unit.module),
+                parameters=self.unit.own_state(),
             )
         self.kept = Kept(output, codec if self.encode_role == ACTIVATION else None)
 
@@ -124,11 +152,13 @@ class UnitRecord:
     @property
     def must_run(self) -> bool:
         """Whether a replay must run the call even where the plan has it dead."""
-        return self.watch is not None and self.watch.changed
+        return not self.front.complete or (self.watch is not None and self.watch.changed)
 
     @property
     def may_draw(self) -> bool:
         """Whether the call may draw random numbers. Of attention its own ``dropout`` argument says it."""
+        if self.unit.front:
+            return not self.front.complete or any(step.draws for step in self.front.steps)
         return self.unit.kind == "module" and not isinstance(self.unit.module, nn.Linear)
 
     def _output(self, result: Any) -> torch.Tensor:
@@ -154,12 +184,15 @@ class UnitRecord:
             if hand_over:
                 self.kept = None
                 self.released = True
+        again = self._rerun_front(arguments) if hand_over else {}
         for role, reference in zip(self.roles, self.entries, strict=True):
             entry = reference() if hand_over else None
             if entry is None or not role.dropped:
                 continue
             if role.kind == "argument":
                 entry.fill(self._view(role, arguments[role.source], self.arguments[role.source]))
+            elif role.kind == "front":
+                entry.fill(self._remade(role, again))
             elif stored is None or self.output_layout is None:
                 raise self.mismatch("its output is needed but was not kept, so its liveness is wrong")
             else:
@@ -170,6 +203,20 @@ class UnitRecord:
         if self.output_place < 0:
             return output
         return (*self.template[: self.output_place], output, *self.template[self.output_place + 1 :])
+
+    def _rerun_front(self, arguments: list[torch.Tensor]) -> dict[tuple[int, int], torch.Tensor]:
+        roles = (role for role, entry in zip(self.roles, self.entries, strict=True) if entry() is not None)
+        return self.front.rerun({role.source for role in roles if role.kind == "front"}, arguments)
+
+    def _remade(self, role: Role, again: dict[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+        made = again.get((role.source, role.place))
+        if made is None:
+            raise self.mismatch("a part of it saved fewer tensors than in forward")
+        if role.place < 0:
+            return self._view(role, made, self.front.steps[role.source].result)
+        if made.shape != role.layout.shape or made.dtype != role.layout.dtype:
+            raise self.mismatch("a part of it saved other tensors than in forward")
+        return made
 
     def _check_arguments(self, arguments: list[torch.Tensor]) -> None:
         now, planned = [tuple(t.shape) for t in arguments], [tuple(layout.shape) for layout in self.arguments]
@@ -207,6 +254,7 @@ class UnitRecord:
         output: torch.Tensor,
         sources: list[torch.Tensor],
         own_state: list[torch.Tensor],
+        provenance: Provenance | None,
     ) -> None:
         value = entry.value
         assert value is not None
@@ -221,7 +269,11 @@ class UnitRecord:
         if output.untyped_storage()._cdata == storage and output.dtype == value.dtype:
             entry.settle("output")
             return
-        derivation = self._derivation(index, value, sources, own_state)
+        remade = self.front.role_of(index, value)
+        if remade is not None:
+            entry.settle("front", remade[0], place=remade[1])
+            return
+        derivation = self._derivation(index, value, sources, own_state, provenance)
         if derivation is None:
             entry.settle("rest")
         elif derivation.from_parameter:
@@ -231,14 +283,19 @@ class UnitRecord:
             entry.settle("argument", derivation.source, derivation)
 
     def _derivation(
-        self, index: int, value: torch.Tensor, sources: list[torch.Tensor], own_state: list[torch.Tensor]
+        self,
+        index: int,
+        value: torch.Tensor,
+        sources: list[torch.Tensor],
+        own_state: list[torch.Tensor],
+        provenance: Provenance | None,
     ) -> Derivation | None:
         key = (index, value.dtype, value.dim(), tuple(layout.dtype for layout in self.arguments))
         known = self.unit.derivations
         remembered = known.get(key)
         if key in known and (remembered is None or remembered.fits(value, sources, own_state)):
             return remembered
-        derivation, certain = derivation_of(value, sources, own_state)
+        derivation, certain = derivation_of(value, sources, own_state, provenance)
         if certain:
             known[key] = derivation
         return derivation
@@ -272,5 +329,6 @@ def output_of(unit_name: str, result: Any) -> tuple[torch.Tensor, int]:
     return result[places[0]], places[0]
 
 
-def _own_state(module: nn.Module) -> list[torch.Tensor]:
-    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+def _provenance(sources: list[torch.Tensor]) -> Provenance | None:
+    """Only of fake tensors: the values of others say where a saved tensor comes from."""
+    return Provenance(sources) if any(isinstance(source, FakeTensor) for source in sources) else None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch._subclasses import FakeTensorMode
 
 from hilore.runtime.derive import derivation_of
+from hilore.runtime.provenance import Provenance
 from tests import models
 from tests.plans import assert_same_step, attach_plan, gradients, plan_for, units_of
 
@@ -63,3 +65,31 @@ def test_two_sources_of_one_value_are_uncertain() -> None:
     derivation, certain = derivation_of(weight.bfloat16(), [weight, weight.clone()], [])
     assert derivation is not None
     assert not certain
+
+
+def test_fake_tensors_are_traced_to_the_argument_they_come_from() -> None:
+    """Of q, k and v, expanded heads of k and v fit a copy of q, and each other's source, by their shapes alone."""
+    with FakeTensorMode():
+        query, key, value = torch.empty(2, 4, 6, 8), torch.empty(2, 2, 6, 8), torch.empty(2, 2, 6, 8)
+        weight = torch.empty(12, 8)
+        with Provenance([weight, query, key, value]) as provenance:
+            repeated = [source.repeat_interleave(2, dim=1) for source in (key, value)]
+            rows = query.new_empty(12, 8).copy_(query[:, 0].reshape(12, 8)).bfloat16()
+        found = [derivation_of(saved, [query, key, value], [weight], provenance)[0] for saved in (*repeated, rows)]
+        assert [f and (f.rule, f.source, f.from_parameter) for f in found] == [
+            ("repeat_heads", 1, False),
+            ("repeat_heads", 2, False),
+            None,
+        ]
+
+
+def test_a_tensor_of_two_arguments_is_derived_from_neither() -> None:
+    with FakeTensorMode():
+        left, right = torch.empty(4, 8), torch.empty(4, 8)
+        with Provenance([left, right]) as provenance:
+            both = (left + right).bfloat16()
+            alone = left.bfloat16()
+        assert derivation_of(both, [left, right], [], provenance) == (None, True)
+        found, _ = derivation_of(alone, [left, right], [], provenance)
+        assert found is not None
+        assert (found.rule, found.source) == ("cast", 0)
