@@ -20,7 +20,7 @@ class _ZeroGradients(torch.autograd.Function):
     """0 as a loss whose backward hands each parameter a gradient of zeros, as the exact backward would."""
 
     @staticmethod
-    def forward(context: Any, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(context: Any, *parameters: Tensor) -> Tensor:
         context.save_for_backward(*parameters)
         return torch.zeros((), device=parameters[0].device, dtype=torch.float32)
 

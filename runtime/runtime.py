@@ -62,7 +62,7 @@ class Runtime:
         """Context of one forward: its exposure chooses the plan.
 
         advantages [B] or [B, T], mask and the log-probs [B, T] (T response tokens), any float dtype. ``loss`` is a
-        kind, a LossSpec or a VerlLoss, None the plan's own. ``skip_null``: where every coefficient is 0 on every rank of
+        kind, a LossSpec or a VerlLoss, None the plan's own. ``skip_null``: where each coefficient is 0 on every rank of
         ``group`` (collective under torch.distributed), ``.null`` is True and ``.null_loss()`` stands for forward and
         backward, which may be left out. Raises ExposureError for NaN or infinite coefficients, UnsupportedModelError
         for ``skip_null`` under wrappers that reduce gradients later.
