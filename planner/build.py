@@ -3,50 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 from hilore.planner.configure import configurations
 from hilore.planner.pareto import pareto_indices
 from hilore.planner.problem import RISK_SCALE, Configuration, Problem, RegionProblem
 from hilore.planner.trace import Bucket, Calibration, RegionClass, Trace, UnitRisk
-from hilore.runtime.errors import HiloreError
+from hilore.runtime.errors import HiloreError, InternalError
 
 # Above every sum of risks: the null regime, where no gradient passes and any plan is exact.
 UNLIMITED_RISK = 2**62
 
 
-@dataclass(frozen=True, slots=True)
-class RegimeInterval:
-    """An interval of exposure, ``low < psi <= high``, and how often calibration saw it."""
-
-    label: str
-    low: float
-    high: float
-    frequency: float
-
-
-def regimes(calibration: Calibration) -> tuple[RegimeInterval, ...]:
-    """The regimes null, low, mid, high of a calibration. Raises HiloreError where its edges do not ascend."""
-    low, mid, high = calibration.psi_edges
-    if not 0 <= low <= mid <= high or not math.isfinite(high):
-        raise HiloreError(f"calibration.psi_edges {calibration.psi_edges}: must be finite, ascending and not negative")
-    ends = (0.0, 0.0, low, mid, high)
-    labels = ("null", "low", "mid", "high")
-    return tuple(
-        RegimeInterval(label, ends[i], ends[i + 1], calibration.frequencies[i]) for i, label in enumerate(labels)
-    )
-
-
-def risk_limit(calibration: Calibration, *, delta: float, psi_high: float) -> int:
-    """``(delta * delta_star * psi_reference / psi_high)^2`` in units of 1e-12, rounded down.
+def risk_limit(calibration: Calibration, *, delta: float, psi_high: float, allowance: float = 1.0) -> int:
+    """``allowance * (delta * delta_star)^2`` in units of 1e-12, rounded down; see planner/regimes.py.
 
     Unlimited where ``psi_high`` is 0: gradients are linear in exposure, so that no error can pass.
     """
     if psi_high == 0:
         return UNLIMITED_RISK
-    kappa = Fraction(delta) * Fraction(calibration.delta_star) * Fraction(calibration.psi_reference)
-    return min(UNLIMITED_RISK, math.floor((kappa / Fraction(psi_high)) ** 2 * RISK_SCALE))
+    kappa = Fraction(delta) * Fraction(calibration.delta_star)
+    return min(UNLIMITED_RISK, math.floor(Fraction(allowance) * kappa**2 * RISK_SCALE))
 
 
 def build_problem(
@@ -58,7 +36,7 @@ def build_problem(
     psi_high: float,
     granularity: str = "unit",
 ) -> Problem:
-    """The problem of one regime, whose exposures go up to ``psi_high`` (0: the null regime).
+    """The problem of one regime, whose exposures go up to ``psi_high`` (0: the null regime), at allowance 1.
 
     ``budget_bytes`` is what the allocated peak may reach, less any margin already. ``delta`` is in units of
     ``delta_star``; at 0 no configuration has an L unit, in any regime. Raises HiloreError for a negative ``delta``
@@ -115,20 +93,24 @@ def build_regions(
     granularity.
     """
     risks = _risks_by_region(trace.calibration) if lossy else {}
+    contexts = any(risk.tainted is not None for risk in trace.calibration.risks)
     factor = Fraction(trace.calibration.interaction) ** 2 * RISK_SCALE
-    ready: dict[tuple[int, tuple[tuple[str, str, Fraction], ...]], RegionProblem] = {}
+    ready: dict[tuple[int, tuple[tuple[Triple, Fraction], ...]], RegionProblem] = {}
     offered = {} if offered is None else offered
     result = []
     for region in bucket.regions:
         region_class = bucket.classes[region.class_index]
         profile = _profile(region_class, risks.get(region.name, {}), risk_free)
-        key = (region.class_index, tuple((*pair, kappa2) for pair, kappa2 in profile.items()))
+        key = (region.class_index, tuple(profile.items()))
         if key not in ready:
-            pairs = (region.class_index, frozenset(profile))
+            pairs = (region.class_index, frozenset((unit, codec) for unit, codec, _ in profile))
             if pairs not in offered:
-                offered[pairs] = configurations(region_class, codecs=pairs[1], lossy=lossy, granularity=granularity)
+                offered[pairs] = configurations(
+                    region_class, codecs=pairs[1], lossy=lossy, granularity=granularity, contexts=contexts
+                )
             ready[key] = _region_problem(region_class, offered[pairs], profile, factor)
-        result.append(replace(ready[key], name=region.name))
+        made = _held_alone(ready[key]) if region.hold_only else ready[key]
+        result.append(replace(made, name=region.name))
     if bucket.outside.leaf_boundary_bytes:
         result[0] = _without_boundary(result[0], bucket.outside.leaf_boundary_bytes)
     return tuple(result)
@@ -149,38 +131,60 @@ def _without_boundary(first: RegionProblem, leaf_boundary_bytes: int) -> RegionP
     )
 
 
-def _risks_by_region(calibration: Calibration) -> dict[str, dict[tuple[str, str], UnitRisk]]:
-    result: dict[str, dict[tuple[str, str], UnitRisk]] = {}
+def _held_alone(region: RegionProblem) -> RegionProblem:
+    """The region that may not be replayed."""
+    places = [place for place, configuration in enumerate(region.configurations) if configuration.hold]
+    if not places:
+        raise InternalError("a region without a held configuration")
+    return replace(
+        region,
+        configurations=tuple(region.configurations[place] for place in places),
+        risk=tuple(region.risk[place] for place in places),
+    )
+
+
+# Unit, codec, tainted units (None: whatever they are).
+Triple = tuple[str, str, tuple[str, ...] | None]
+
+
+def _risks_by_region(calibration: Calibration) -> dict[str, dict[Triple, UnitRisk]]:
+    result: dict[str, dict[Triple, UnitRisk]] = {}
     for risk in calibration.risks:
         if not (math.isfinite(risk.kappa2) and risk.kappa2 >= 0):
             raise HiloreError(f"{risk.region}.{risk.unit}: kappa2 {risk.kappa2} of {risk.codec} is no risk; calibrate")
         entries = result.setdefault(risk.region, {})
-        if (risk.unit, risk.codec) in entries:
+        if (risk.unit, risk.codec, risk.tainted) in entries:
             raise HiloreError(f"{risk.region}.{risk.unit}: two risk entries for {risk.codec}; run calibrate again")
-        entries[risk.unit, risk.codec] = risk
+        entries[risk.unit, risk.codec, risk.tainted] = risk
     return result
 
 
-def _profile(
-    region_class: RegionClass, entries: dict[tuple[str, str], UnitRisk], risk_free: bool
-) -> dict[tuple[str, str], Fraction]:
-    """kappa2 of each pair of unit and codec that may be at L in a region, in unit order."""
+def _profile(region_class: RegionClass, entries: dict[Triple, UnitRisk], risk_free: bool) -> dict[Triple, Fraction]:
+    """kappa2 of each unit, codec and tainted set that may be at L in a region, units in order."""
+    known: dict[tuple[str, str], list[UnitRisk]] = {}
+    for risk in entries.values():
+        known.setdefault((risk.unit, risk.codec), []).append(risk)
     return {
-        (unit.name, cost.codec): Fraction(0) if risk_free else Fraction(entries[unit.name, cost.codec].kappa2)
+        (risk.unit, risk.codec, risk.tainted): Fraction(0) if risk_free else Fraction(risk.kappa2)
         for unit in region_class.units
         for cost in unit.codecs
-        if (unit.name, cost.codec) in entries
+        for risk in known.get((unit.name, cost.codec), ())
     }
 
 
 def _region_problem(
     region_class: RegionClass,
     offered: tuple[Configuration, ...],
-    profile: dict[tuple[str, str], Fraction],
+    profile: dict[Triple, Fraction],
     factor: Fraction,
 ) -> RegionProblem:
-    """``offered`` less what is beaten once its risk in this region is known. The name is filled in by the caller."""
-    risks = tuple(_risk(configuration, profile, factor) for configuration in offered)
+    """``offered`` less what is beaten once its risk in this region is known, and less what has no known risk.
+
+    The name is filled in by the caller.
+    """
+    found = [(configuration, _risk(configuration, profile, factor)) for configuration in offered]
+    offered = tuple(configuration for configuration, risk in found if risk is not None)
+    risks = tuple(risk for _, risk in found if risk is not None)
     kept = pareto_indices(offered, risks)
     return RegionProblem(
         name="",
@@ -190,7 +194,15 @@ def _region_problem(
     )
 
 
-def _risk(configuration: Configuration, profile: dict[tuple[str, str], Fraction], factor: Fraction) -> int:
-    """Quadrature over the L units, times the measured interaction, rounded up."""
-    kappa2 = sum((profile[u.name, u.codec or ""] for u in configuration.units if u.mode == "L"), Fraction(0))
-    return math.ceil(kappa2 * factor)
+def _risk(configuration: Configuration, profile: dict[Triple, Fraction], factor: Fraction) -> int | None:
+    """Quadrature over the L units, times the measured interaction, rounded up. None: some unit's is not known."""
+    total = Fraction(0)
+    for unit in configuration.units:
+        if unit.mode != "L":
+            continue
+        anyhow = profile.get((unit.name, unit.codec or "", None))
+        kappa2 = profile.get((unit.name, unit.codec or "", unit.tainted), anyhow)
+        if kappa2 is None:
+            return None
+        total += kappa2
+    return math.ceil(total * factor)

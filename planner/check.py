@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from hilore.planner.actor import Actor, build_actor, microbatch_of
+from hilore.planner.regimes import plan_limit
 from hilore.planner.rivals import PlanPolicy, Running
 from hilore.planner.sidebyside import Contender, Measured, SideBySide, measure_policies
 from hilore.planner.sidebyside_runs import Progress
@@ -31,7 +32,7 @@ ANY_EXPOSURE = 1e30
 @dataclass(frozen=True, slots=True)
 class PlanCheck:
     """One plan. ``measured_gain`` over GC and ``error`` (relative L2 of the update's gradient in float32 compute) are
-    None in a fake check, ``error_limit`` where nothing limits it: no L unit, exposure 0, or no trace to know it."""
+    None in a fake check, ``error_limit`` where nothing limits it: no L unit, or exposure 0."""
 
     plan: str
     regime: str
@@ -73,8 +74,8 @@ def verify_plans(
 ) -> Verification:
     """Measure every plan on the actor of ``spec``, synthetic rollouts of its length bucket, one process.
 
-    ``trace`` gives the reference exposure, without which no limit of a gradient error is known, and the memory of
-    others. ``fake``: under fake tensors, which take no memory and give the peak alone; any size of model.
+    ``trace`` gives the memory of others. ``fake``: under fake tensors, which take no memory and give the peak alone;
+    any size of model.
     Raises HiloreError where one process cannot stand for the run, and what building the actor and attaching raise.
     """
     if spec.parallel.kind != "none":
@@ -114,22 +115,14 @@ def verify_plans(
     return Verification(tuple(checks), tuple(breaches), tuple(measurements), fake)
 
 
-def error_limit(plan: Plan, trace: Trace | None) -> float | None:
-    """What the gradient error of an update may be: the plan's delta at the highest exposure of its regime.
-
-    An update's relative error does not depend on the exposure that all its microbatches share; delta is relative to
-    the update of reference exposure.
-    """
-    if trace is None or plan.count("L") == 0 or plan.regime.exposure_high == 0:
-        return None
-    return plan.delta * plan.delta_star * trace.calibration.psi_reference / plan.regime.exposure_high
+def error_limit(plan: Plan) -> float | None:
+    """What the gradient error of an update may be (planner/regimes.py); None where nothing limits it."""
+    return plan_limit(plan) if plan.count("L") else None
 
 
 def _contender(plan: Plan, trace: Trace | None) -> Contender:
     always = replace(plan, regime=replace(plan.regime, exposure_low=0.0, exposure_high=ANY_EXPOSURE))
-    return Contender(
-        PlanPolicy(_label(plan), (always,)), budget_bytes=plan.budget_bytes, error_limit=error_limit(plan, trace)
-    )
+    return Contender(PlanPolicy(_label(plan), (always,)), budget_bytes=plan.budget_bytes, error_limit=error_limit(plan))
 
 
 def _label(plan: Plan) -> str:
@@ -148,7 +141,7 @@ def _check(plan: Plan, trace: Trace | None, row: Measured) -> PlanCheck:
         measured_gain=row.gain.value,
         exact=row.exact,
         error=row.error,
-        error_limit=error_limit(plan, trace),
+        error_limit=error_limit(plan),
     )
 
 

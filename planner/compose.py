@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hilore.planner.build import RegimeInterval
 from hilore.planner.milp import within_gap
 from hilore.planner.problem import RISK_SCALE, Configuration, Problem, Solution, Verified
+from hilore.planner.regimes import RegimeInterval
 from hilore.planner.solved import SolveRow
-from hilore.planner.trace import Bucket, Calibration, Trace
-from hilore.planner.verify import reference_peaks, reference_times, verify, verify_modes
+from hilore.planner.trace import Bucket, Trace
+from hilore.planner.verify import linear_risk, reference_peaks, reference_times, verify, verify_modes
 from hilore.runtime.errors import InternalError
 from hilore.runtime.plan import SCHEMA_VERSION, Plan, Predicted, Regime, RegionPlan, SolverReport, UnitPlan
 
@@ -35,6 +35,7 @@ class Options:
     time_limit_s: float
     gap_percent: float
     granularity: str
+    rule: str = "each"
 
 
 def make_plan(
@@ -66,13 +67,13 @@ def make_plan(
         set_id=set_id,
         name=trace.name,
         loss=dict(trace.spec["loss"]),
-        regime=Regime(_label(job.regime.label), job.regime.low, job.regime.high, job.regime.frequency),
+        regime=_regime(job.regime),
         budget_bytes=options.budget_bytes,
         margin_bytes=options.margin_bytes,
         delta=options.delta,
         delta_star=trace.calibration.delta_star,
         calibrated=trace.calibration.calibrated,
-        predicted=_predicted(trace, job, verified),
+        predicted=_predicted(trace, job, verified, regions),
         length_bucket=job.bucket.tokens,
         regions=regions,
         solver=SolverReport(
@@ -86,11 +87,16 @@ def make_plan(
         ),
         fingerprint=trace.fingerprint,
         provenance=provenance,
+        confidence=trace.calibration.confidence if trace.calibration.calibrated else 0.0,
     )
     return plan, _row(plan, job.problem.constant_ns)
 
 
-def _predicted(trace: Trace, job: Job, verified: Verified) -> Predicted:
+def _regime(interval: RegimeInterval) -> Regime:
+    return Regime(_label(interval.label), interval.low, interval.high, interval.frequency, interval.allowance)
+
+
+def _predicted(trace: Trace, job: Job, verified: Verified, regions: tuple[RegionPlan, ...]) -> Predicted:
     gc_peak, no_gc_peak = reference_peaks(trace, job.bucket)
     gc_step, no_gc_step = reference_times(trace, job.bucket)
     return Predicted(
@@ -101,15 +107,14 @@ def _predicted(trace: Trace, job: Job, verified: Verified) -> Predicted:
         gc_peak_bytes=gc_peak,
         no_gc_step_ns=no_gc_step,
         no_gc_peak_bytes=no_gc_peak,
-        risk=update_error(trace.calibration, verified.risk, job.regime.high),
+        risk=update_error(verified.risk),
+        linear_risk=0.0 if job.regime.high == 0 else linear_risk(trace, job.bucket, regions),
     )
 
 
-def update_error(calibration: Calibration, risk: int, psi_high: float) -> float:
-    """Relative error of an update whose microbatches all have exposure ``psi_high``; at most delta * delta_star."""
-    if risk == 0:
-        return 0.0
-    return math.sqrt(risk / RISK_SCALE) * psi_high / calibration.psi_reference
+def update_error(risk: int) -> float:
+    """Relative error of an update whose microbatches all run under a plan of this risk."""
+    return math.sqrt(risk / RISK_SCALE)
 
 
 def _row(plan: Plan, constant_ns: int) -> SolveRow:

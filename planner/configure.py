@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hilore.planner.liveness import dead_in_late_stage, running_units
 from hilore.planner.pareto import pareto
 from hilore.planner.problem import Configuration, UnitChoice
+from hilore.planner.taint import tainted_units
 from hilore.planner.trace import CodecCost, KeepSet, RegionClass, UnitTrace
 from hilore.runtime.errors import HiloreError
 
@@ -37,13 +38,15 @@ def configurations(
     codecs: Collection[tuple[str, str]] | None = None,
     lossy: bool,
     granularity: str = "unit",
+    contexts: bool = False,
 ) -> tuple[Configuration, ...]:
     """All configurations of a region class that none of the others beats, all-R first.
 
     ``codecs`` holds the allowed pairs (unit name, codec name), None for all that the trace offers; ``lossy=False``
     leaves L out. Keep sets that the trace measured with a split replay give configurations of their own. At granularity
     ``"layer"`` a region is held, replayed whole, or encoded whole with one codec: each unit that offers it at L, the
-    other keepable ones at H, in the keep set that spares the most time.
+    other keepable ones at H, in the keep set that spares the most time. ``contexts``: the risk of an L unit depends
+    on which units a replay runs on its decoded value.
     Raises HiloreError where the class contradicts itself.
     """
     if granularity not in GRANULARITIES:
@@ -54,7 +57,7 @@ def configurations(
     if granularity == "layer":
         return (builder.all_r(), _hold(region_class), *_whole_layer(builder, offers))
     built = (builder.build(assignment) for assignment in _assignments(region_class, offers))
-    return pareto((builder.all_r(), _hold(region_class), *built))
+    return pareto((builder.all_r(), _hold(region_class), *built), contexts=contexts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,7 @@ class _Builder:
                     dead_if_demoted=unit.name in demoted.dead,
                     dead_late=unit.name in planned.dead_late,
                     dead_late_if_demoted=unit.name in demoted.dead_late,
+                    tainted=tainted_units(units, unit.name, planned.running) if unit.name in codec_of else (),
                 )
                 for unit in units
             ),
@@ -168,6 +172,7 @@ class _Replay:
 
     run_ns: int
     calls: dict[str, int]
+    running: frozenset[str]
     dead: frozenset[str]
     dead_late: frozenset[str]
 
@@ -184,7 +189,8 @@ class _Replay:
         run_ns = {unit.name: unit.run_ns for unit in units}
         fixed_ns = region_class.replay_fixed_ns + (region_class.early_fixed_ns if split else 0)
         calls = {name: 2 if name in early else 1 for name in names}
-        return cls(fixed_ns + sum(run_ns[name] for name in runs), calls, frozenset(dead), frozenset(dead_late))
+        spent_ns = fixed_ns + sum(run_ns[name] for name in runs)
+        return cls(spent_ns, calls, frozenset(running), frozenset(dead), frozenset(dead_late))
 
 
 def _hold(region_class: RegionClass) -> Configuration:

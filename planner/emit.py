@@ -11,18 +11,21 @@ from datetime import UTC, datetime
 from typing import Any
 
 import hilore
-from hilore.planner.build import Offered, assemble, build_regions, regimes, risk_limit
+from hilore.planner.build import Offered, assemble, build_regions, risk_limit
 from hilore.planner.compose import Job, Options, make_plan, update_error
 from hilore.planner.cpsat import ORTOOLS_VERSION
-from hilore.planner.leastpeak import least_peak
+from hilore.planner.greedy import greedy
+from hilore.planner.leastpeak import fitting_choice, least_peak
 from hilore.planner.milp import solve
 from hilore.planner.pareto import nowhere_worse
 from hilore.planner.planwriter import write_plans
 from hilore.planner.problem import Configuration, Problem, RegionProblem, Solution
+from hilore.planner.regimes import ALLOWANCES, RULES, RegimeInterval, joint_regimes, regimes
 from hilore.planner.solved import InfeasibleError, NoPlanError, SolveResult, SolveRow
+from hilore.planner.tables import make_tables
 from hilore.planner.trace import Bucket, Trace
 from hilore.planner.verify import binding_event, largest_bucket, verify
-from hilore.runtime.errors import InternalError
+from hilore.runtime.errors import HiloreError, InternalError
 
 __all__ = ["InfeasibleError", "NoPlanError", "SolveResult", "SolveRow", "solve_trace", "update_error", "write_plans"]
 
@@ -40,6 +43,7 @@ def solve_trace(
     time_limit_s: float = 60.0,
     gap_percent: float = 0.1,
     granularity: str = "unit",
+    rule: str = "each",
     command: str = "",
     clock: Callable[[], float] = time.monotonic,
 ) -> SolveResult:
@@ -47,17 +51,21 @@ def solve_trace(
 
     ``budget_bytes`` bounds the allocated peak; ``margin_bytes`` (what a card needs besides) is only recorded.
     ``time_limit_s`` is for all of them together. Within a bucket a lower regime's plan is never slower than a higher
-    one's. The same input gives the same plans, apart from ``solver.wall_s`` and ``provenance.created_at``, unless the
-    time limit cuts a search short. Raises InfeasibleError, NoPlanError; HiloreError for a trace that cannot be used;
-    InternalError where solver and verifier disagree.
+    one's. ``rule``: how an update's error is spent over regimes (planner/regimes.py). The same input gives the same
+    plans, apart from ``solver.wall_s`` and ``provenance.created_at``, unless the time limit cuts a search short.
+    Raises InfeasibleError, NoPlanError; HiloreError for a trace that cannot be used; InternalError where solver and
+    verifier disagree.
     """
     deadline = clock() + time_limit_s
-    options = Options(budget_bytes, margin_bytes, delta, time_limit_s, gap_percent, granularity)
+    if rule not in RULES:
+        raise HiloreError(f"rule {rule!r}: one of {', '.join(RULES)}", rule=rule)
+    options = Options(budget_bytes, margin_bytes, delta, time_limit_s, gap_percent, granularity, rule)
     set_id = _set_id(trace, options)
+    intervals = _intervals(trace, options)
     solved: list[tuple[Job, Solution]] = []
     buckets = sorted(trace.buckets, key=lambda bucket: -bucket.tokens)
     for done, bucket in enumerate(buckets):
-        jobs = _jobs(trace, bucket, options)
+        jobs = _jobs(trace, bucket, options, intervals)
         left = len(jobs) * (len(buckets) - done)
         found = _solve_bucket(trace, jobs, deadline, left, options, clock)
         solved += [(job, found[job.regime.label]) for job in jobs]
@@ -77,7 +85,25 @@ def solve_trace(
     )
 
 
-def _jobs(trace: Trace, bucket: Bucket, options: Options) -> list[Job]:
+def _intervals(trace: Trace, options: Options) -> tuple[RegimeInterval, ...]:
+    """The regimes. The rule joint weighs step times at each allowance: those of greedy plans of the largest bucket."""
+    if options.rule == "each" or options.delta == 0:
+        return regimes(trace.calibration)
+    bucket = largest_bucket(trace)
+    regions = build_regions(trace, bucket, lossy=True, risk_free=False, granularity=options.granularity)
+    times_ns = []
+    for allowance in ALLOWANCES:
+        limit = risk_limit(trace.calibration, delta=options.delta, psi_high=1.0, allowance=allowance)
+        tables = make_tables(assemble(trace, bucket, regions, budget_bytes=options.budget_bytes, limit=limit))
+        start = fitting_choice(tables)
+        if start is None:
+            # Nothing fits, at this allowance or at a smaller one; what solving says of it holds under any rule.
+            return regimes(trace.calibration)
+        times_ns.append((allowance, tables.total_extra(greedy(tables, start))))
+    return joint_regimes(trace.calibration, times_ns, accumulation=int(trace.spec["batch"]["accumulation"]))
+
+
+def _jobs(trace: Trace, bucket: Bucket, options: Options, intervals: Sequence[RegimeInterval]) -> list[Job]:
     """The regimes of one bucket, null first. Without L all of them are one problem."""
     lossy = options.delta > 0
     grain, offered = options.granularity, Offered()
@@ -86,9 +112,9 @@ def _jobs(trace: Trace, bucket: Bucket, options: Options) -> list[Job]:
     if lossy:
         risky = build_regions(trace, bucket, lossy=True, risk_free=False, granularity=grain, offered=offered)
     jobs = []
-    for regime in regimes(trace.calibration):
+    for regime in intervals:
         regions = exact if regime.high == 0 else risky
-        limit = risk_limit(trace.calibration, delta=options.delta, psi_high=regime.high)
+        limit = risk_limit(trace.calibration, delta=options.delta, psi_high=regime.high, allowance=regime.allowance)
         problem = assemble(trace, bucket, regions, budget_bytes=options.budget_bytes, limit=limit)
         jobs.append(Job(bucket, regime, problem))
     return jobs
@@ -116,7 +142,7 @@ def _solve_bucket(
         )
         left -= 1
         if solution.status == "infeasible":
-            raise _infeasible(trace, options)
+            raise _infeasible(trace, options, [job.regime for job in jobs])
         if solution.status == "unknown":
             raise _no_plan(job, options)
         found[job.regime.label] = solution
@@ -151,9 +177,9 @@ def _place(configuration: Configuration, region: RegionProblem) -> int | None:
     return next((k for k, c in enumerate(region.configurations) if nowhere_worse(c, configuration)), None)
 
 
-def _infeasible(trace: Trace, options: Options) -> InfeasibleError:
+def _infeasible(trace: Trace, options: Options, intervals: Sequence[RegimeInterval]) -> InfeasibleError:
     """Names the smallest budget that all buckets and regimes fit: what the highest regime of some bucket needs."""
-    strictest = [_jobs(trace, bucket, options)[-1] for bucket in trace.buckets]
+    strictest = [_jobs(trace, bucket, options, intervals)[-1] for bucket in trace.buckets]
     least, job = max(((least_peak(job.problem), job) for job in strictest), key=lambda found: found[0].peak_bytes)
     event = binding_event(job.problem, least.choice)
     if event.live_bytes != least.peak_bytes:

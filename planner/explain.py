@@ -14,6 +14,7 @@ from hilore.planner.configure import NEVER_LOSSY_KINDS
 from hilore.planner.emit import update_error
 from hilore.planner.liveness import dead_in_late_stage, running_units
 from hilore.planner.problem import Verified
+from hilore.planner.regimes import plan_limit
 from hilore.planner.spec_rules import close_match
 from hilore.planner.trace import Bucket, RegionClass, Trace, UnitTrace
 from hilore.planner.verify import verify_modes
@@ -43,7 +44,8 @@ class Alternative:
 class Explanation:
     """One unit of one plan. ``run_ns``, ``output_bytes``: what R costs and what H keeps, of this unit alone.
 
-    ``risk``: predicted error of an update at the regime's highest exposure; ``risk_limit`` None: no limit.
+    ``risk``: predicted error of an update under this plan; ``risk_limit`` None: no limit. ``hold_only``: why the
+    region can only be held.
     """
 
     unit: str
@@ -58,6 +60,7 @@ class Explanation:
     risk: float
     risk_limit: float | None
     alternatives: tuple[Alternative, ...]
+    hold_only: str = ""
 
 
 def explain_unit(plan: Plan, trace: Trace, unit_name: str) -> Explanation:
@@ -70,7 +73,8 @@ def explain_unit(plan: Plan, trace: Trace, unit_name: str) -> Explanation:
     traced = region_class.units[index]
     now = _verified(plan, trace, bucket, plan.regions)
     alternatives = []
-    for change, changed in _changes(trace, region, index, region_class):
+    hold_only = bucket.regions[at].hold_only
+    for change, changed in () if hold_only else _changes(trace, region, index, region_class):
         if isinstance(changed, str):
             alternatives.append(Alternative(change, 0, 0, 0.0, changed))
             continue
@@ -86,17 +90,20 @@ def explain_unit(plan: Plan, trace: Trace, unit_name: str) -> Explanation:
         output_bytes=traced.output_bytes,
         peak_event=now.peak_event,
         spare_bytes=plan.budget_bytes - now.peak_bytes,
-        risk=update_error(trace.calibration, now.risk, plan.regime.exposure_high),
-        risk_limit=plan.delta * plan.delta_star if plan.regime.exposure_high > 0 else None,
+        risk=update_error(now.risk),
+        risk_limit=plan_limit(plan),
         alternatives=tuple(alternatives),
+        hold_only=hold_only,
     )
 
 
 def explanation_lines(found: Explanation) -> list[str]:
     limit = "no limit (exposure 0)" if found.risk_limit is None else f"limit {found.risk_limit:.3%}"
     mode = "held with its region" if found.held else found.mode + (", dead: no replay runs it" if found.dead else "")
+    only = [f"its region can only be held: {found.hold_only}"] if found.hold_only else []
     return [
         f"{found.unit} ({found.kind}): {mode}",
+        *only,
         f"running it again takes {milliseconds(found.run_ns)} ms, keeping its output {mib(found.output_bytes)}",
         f"memory: the peak is in the {found.peak_event}, {mib(found.spare_bytes)} under the budget",
         f"risk: {found.risk:.3%}, {limit}",
@@ -225,15 +232,21 @@ def _price(change: str, plan: Plan, trace: Trace, now: Verified, then: Verified)
     if peak_bytes > plan.budget_bytes:
         where = f"in the {then.peak_event}" if peak_bytes == then.peak_bytes else "once its L units run as R"
         refused.append(f"{mib(peak_bytes - plan.budget_bytes)} over the budget {where}")
-    if then.risk > risk_limit(trace.calibration, delta=plan.delta, psi_high=plan.regime.exposure_high):
-        refused.append(f"risk over its limit of {plan.delta * plan.delta_star:.3%}")
+    limit = plan_limit(plan)
+    if limit is not None and then.risk > _risk_limit(plan, trace):
+        refused.append(f"risk over its limit of {limit:.3%}")
     return Alternative(
         change=change,
         step_ns=then.step_ns - now.step_ns,
         peak_bytes=then.peak_bytes - now.peak_bytes,
-        risk=update_error(trace.calibration, then.risk, plan.regime.exposure_high),
+        risk=update_error(then.risk),
         refused="; ".join(refused),
     )
+
+
+def _risk_limit(plan: Plan, trace: Trace) -> int:
+    regime = plan.regime
+    return risk_limit(trace.calibration, delta=plan.delta, psi_high=regime.exposure_high, allowance=regime.allowance)
 
 
 def _mode(unit: UnitPlan) -> str:

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hilore.planner.problem import Configuration
-from hilore.runtime.errors import InternalError
 
 PARETO_BLOCK = 256
+WORD_BITS = 62
 
 
 def needed_backward_bytes(configuration: Configuration) -> int:
@@ -26,17 +26,22 @@ def nowhere_worse(configuration: Configuration, other: Configuration) -> bool:
     )
 
 
-def pareto(candidates: tuple[Configuration, ...], risk: tuple[int, ...] | None = None) -> tuple[Configuration, ...]:
+def pareto(
+    candidates: tuple[Configuration, ...], risk: tuple[int, ...] | None = None, *, contexts: bool = False
+) -> tuple[Configuration, ...]:
     """``candidates`` without those that another one beats; the first is always kept. See `pareto_indices`."""
-    return tuple(candidates[index] for index in pareto_indices(candidates, risk))
+    return tuple(candidates[index] for index in pareto_indices(candidates, risk, contexts=contexts))
 
 
-def pareto_indices(candidates: tuple[Configuration, ...], risk: tuple[int, ...] | None = None) -> tuple[int, ...]:
+def pareto_indices(
+    candidates: tuple[Configuration, ...], risk: tuple[int, ...] | None = None, *, contexts: bool = False
+) -> tuple[int, ...]:
     """Indices, ascending, of the candidates that no other one beats; index 0 (all-R) is always among them.
 
     One beats another if it is no worse in retained, forward and needed backward bytes and in time, and if its risk is
-    no larger (``risk`` given) or its L units with their codecs are among the other's (``risk`` None: then its risk is
-    no larger in any region). Of equals the one with fewer L units stays, then the first.
+    no larger (``risk`` given) or its L units with their codecs, with ``contexts`` also with their tainted units, are
+    among the other's (``risk`` None: then its risk is no larger in any region). Of equals the one with fewer L units
+    stays, then the first.
     """
     columns = [
         [c.extra_ns for c in candidates],
@@ -47,9 +52,9 @@ def pareto_indices(candidates: tuple[Configuration, ...], risk: tuple[int, ...] 
     if risk is not None:
         columns.append(list(risk))
     table: NDArray[np.int64] = np.array(columns, dtype=np.int64)
-    masks = _lossy_masks(candidates) if risk is None else np.zeros(len(candidates), dtype=np.int64)
+    masks = _lossy_masks(candidates, contexts) if risk is None else np.zeros((1, len(candidates)), dtype=np.int64)
     order = sorted(range(len(candidates)), key=lambda i: (*table[:, i].tolist(), candidates[i].lossy_units, i))
-    table, masks = table[:, order], masks[order]
+    table, masks = table[:, order], masks[:, order]
     front = np.zeros(0, dtype=np.int64)
     for start in range(0, len(order), PARETO_BLOCK):
         block = np.arange(start, min(start + PARETO_BLOCK, len(order)))
@@ -63,16 +68,27 @@ def _beaten(
     table: NDArray[np.int64], masks: NDArray[np.int64], by: NDArray[np.int64], those: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
     """Shape [those, by]: whether each of ``those`` is nowhere better than each of ``by``."""
-    result: NDArray[np.bool_] = (masks[by][None, :] & ~masks[those][:, None]) == 0
+    result: NDArray[np.bool_] = np.ones((len(those), len(by)), dtype=np.bool_)
+    for word in masks:
+        result &= (word[by][None, :] & ~word[those][:, None]) == 0
     for column in table:
         result &= column[by][None, :] <= column[those][:, None]
     return result
 
 
-def _lossy_masks(candidates: tuple[Configuration, ...]) -> NDArray[np.int64]:
-    """One bit per pair of unit and codec that is at L."""
-    lossy = [frozenset((u.name, u.codec) for u in c.units if u.mode == "L") for c in candidates]
-    bit = {pair: 1 << position for position, pair in enumerate(sorted(set().union(*lossy), key=str))}
-    if len(bit) > 62:
-        raise InternalError(f"{len(bit)} pairs of unit and codec in one region class, at most 62 are handled")
-    return np.array([sum(bit[pair] for pair in pairs) for pairs in lossy], dtype=np.int64)
+def _lossy_masks(candidates: tuple[Configuration, ...], contexts: bool) -> NDArray[np.int64]:
+    """One bit per pair of unit and codec (with ``contexts``: per triple with its tainted units) that is at L.
+
+    Shape [words, candidates].
+    """
+    lossy = [
+        frozenset((u.name, u.codec, u.tainted if contexts else ()) for u in c.units if u.mode == "L")
+        for c in candidates
+    ]
+    place = {item: position for position, item in enumerate(sorted(set().union(*lossy), key=str))}
+    masks = np.zeros((len(place) // WORD_BITS + 1, len(candidates)), dtype=np.int64)
+    for column, items in enumerate(lossy):
+        for item in items:
+            word, bit = divmod(place[item], WORD_BITS)
+            masks[word, column] |= 1 << bit
+    return masks

@@ -13,7 +13,10 @@ RISK_SCALE = 10**12
 
 @dataclass(frozen=True, slots=True)
 class UnitChoice:
-    """A unit's mode inside a configuration. ``name`` is relative to its region; the rest as in plan.UnitPlan."""
+    """A unit's mode inside a configuration. ``name`` is relative to its region; the rest as in plan.UnitPlan.
+
+    ``tainted``: of an L unit, see trace.UnitRisk.
+    """
 
     name: str
     mode: str
@@ -22,6 +25,7 @@ class UnitChoice:
     dead_if_demoted: bool
     dead_late: bool = False
     dead_late_if_demoted: bool = False
+    tainted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ and then no plan is written. Every printed number comes from here.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from hilore.planner.events import Event, RegionCost, Surroundings, events, without_boundary
 from hilore.planner.modecost import exact_cost, region_cost
 from hilore.planner.problem import RISK_SCALE, Problem, Verified
-from hilore.planner.trace import Bucket, Trace
+from hilore.planner.trace import Bucket, RegionClass, Trace
 from hilore.runtime.errors import InternalError
 from hilore.runtime.plan import RegionPlan
 
@@ -78,10 +78,20 @@ def verify_modes(trace: Trace, bucket: Bucket, regions: Sequence[RegionPlan], *,
         raise InternalError(f"the plan has {len(regions)} regions, not the {len(bucket.regions)} of the trace in order")
     costs = []
     for region, known in zip(regions, bucket.regions, strict=True):
-        risk = 0 if risk_free else _risk(trace, region)
+        if known.hold_only and not region.hold:
+            raise InternalError(f"{region.name}: is replayed, but {known.hold_only}")
+        risk = 0 if risk_free else _risk(trace, region, bucket.classes[known.class_index])
         costs.append(region_cost(region, bucket.classes[known.class_index], risk))
     costs[0] = without_boundary(costs[0], bucket.outside.leaf_boundary_bytes, held=regions[0].hold)
     return _verified(surroundings(trace, bucket), costs)
+
+
+def linear_risk(trace: Trace, bucket: Bucket, regions: Sequence[RegionPlan]) -> float:
+    """The sum of the relative errors that each L unit causes alone: what errors that all pointed one way would do."""
+    total = 0.0
+    for region, known in zip(regions, bucket.regions, strict=True):
+        total += sum(math.sqrt(kappa2) for kappa2 in _kappa2s(trace, region, bucket.classes[known.class_index]))
+    return total
 
 
 def surroundings(trace: Trace, bucket: Bucket) -> Surroundings:
@@ -149,14 +159,30 @@ def _verified(around: Surroundings, costs: Sequence[RegionCost]) -> Verified:
     )
 
 
-def _risk(trace: Trace, region: RegionPlan) -> int:
-    calibration = trace.calibration
-    known = {(risk.region, risk.unit, risk.codec): risk.kappa2 for risk in calibration.risks}
-    total = Fraction(0)
+def _risk(trace: Trace, region: RegionPlan, region_class: RegionClass) -> int:
+    total = sum((Fraction(kappa2) for kappa2 in _kappa2s(trace, region, region_class)), Fraction(0))
+    return math.ceil(Fraction(trace.calibration.interaction) ** 2 * total * RISK_SCALE)
+
+
+def _kappa2s(trace: Trace, region: RegionPlan, region_class: RegionClass) -> Iterator[float]:
+    """kappa2 of each L unit of the region."""
+    if not any(unit.mode == "L" for unit in region.units):
+        return
+    known = {(risk.unit, risk.codec, risk.tainted): risk.kappa2 for risk in trace.calibration.risks_of(region.name)}
     for unit in region.units:
         if unit.mode == "L":
-            key = (region.name, unit.name.removeprefix(region.name + "."), unit.codec or "")
-            if key not in known:
+            name, codec = unit.name.removeprefix(region.name + "."), unit.codec or ""
+            found = known.get((name, codec, _tainted(region, region_class, name)), known.get((name, codec, None)))
+            if found is None:
                 raise InternalError(f"{unit.name}: at L with {unit.codec}, for which there is no calibrated risk")
-            total += Fraction(known[key])
-    return math.ceil(Fraction(calibration.interaction) ** 2 * total * RISK_SCALE)
+            yield found
+
+
+def _tainted(region: RegionPlan, region_class: RegionClass, lossy: str) -> tuple[str, ...]:
+    """The units that run on what comes from ``lossy``, in one pass forward over who is fed by whom."""
+    running = {u.name.removeprefix(region.name + ".") for u in region.units if u.mode == "R" and not u.dead}
+    reached = {lossy}
+    for unit in region_class.units:
+        if unit.name in reached:
+            reached.update(name for name in unit.feeds if name in running)
+    return tuple(unit.name for unit in region_class.units if unit.name in reached and unit.name != lossy)

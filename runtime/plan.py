@@ -55,7 +55,10 @@ class RegionPlan:
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """An interval of normalised exposure: ``exposure_low < psi <= exposure_high`` (``null``: psi = 0)."""
+    """An interval of normalised exposure: ``exposure_low < psi <= exposure_high`` (``null``: psi = 0).
+
+    ``allowance``: the squared error that its plan may cause, over (delta * delta_star)^2 (of no meaning at psi = 0).
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -63,11 +66,16 @@ class Regime:
     exposure_low: float
     exposure_high: float
     frequency: float
+    allowance: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What the verifier recomputed from the modes. ``risk``: predicted relative error of the update's gradient."""
+    """What the verifier recomputed from the modes.
+
+    ``risk``: relative error of an update whose microbatches all run under this plan, at most: quadrature over the L
+    units times the interaction factor; ``linear_risk``: the plain sum of what they cost alone.
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -79,6 +87,7 @@ class Predicted:
     no_gc_step_ns: int
     no_gc_peak_bytes: int
     risk: float
+    linear_risk: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +107,10 @@ class SolverReport:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One plan file. ``loss`` holds the loss's kind and options; ``length_bucket`` is tokens per row."""
+    """One plan file. ``loss`` holds the loss's kind and options; ``length_bucket`` is tokens per row.
+
+    ``confidence``: with which an update stays within its limit (0: none is stated).
+    """
 
     __pydantic_config__ = _STRICT
 
@@ -118,6 +130,7 @@ class Plan:
     solver: SolverReport
     fingerprint: dict[str, Any]
     provenance: dict[str, Any]
+    confidence: float = 0.0
     path: str = field(default="", compare=False)
 
     @property

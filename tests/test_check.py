@@ -83,14 +83,13 @@ def test_a_gradient_error_over_delta_is_a_breach(plans: dict[str, Plan], spec: M
     assert check(loose, spec)[1].exit_code == 0
 
 
-def test_the_limit_of_an_error_is_that_of_the_highest_exposure(plans: dict[str, Plan]) -> None:
-    trace = qwen_trace(layers=2)
-    at = {high: replace(plans["L"], regime=Regime("mid", 0.0, high, 1.0)) for high in (0.0, 0.5, 2.0)}
-    assert error_limit(at[0.5], trace) == 0.02
-    assert error_limit(at[2.0], trace) == 0.005
-    assert error_limit(at[0.0], trace) is None
-    assert error_limit(at[2.0], None) is None
-    assert error_limit(plans["R"], trace) is None
+def test_the_limit_of_an_error_is_that_of_its_regime(plans: dict[str, Plan]) -> None:
+    lossy = replace(plans["L"], delta=0.5, delta_star=0.02)
+    at = {x: replace(lossy, regime=Regime("mid", 0.0, 2.0, 1.0, allowance=x)) for x in (1.0, 4.0)}
+    assert error_limit(at[1.0]) == 0.01
+    assert error_limit(at[4.0]) == 0.02
+    assert error_limit(replace(lossy, regime=Regime("null", 0.0, 0.0, 1.0))) is None
+    assert error_limit(plans["R"]) is None
 
 
 def test_what_cannot_be_verified_here_is_refused(plans: dict[str, Plan], spec: ModelSpec) -> None:
