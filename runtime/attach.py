@@ -16,7 +16,7 @@ from hilore.runtime.bind import (
     refuse_unsupported,
     same_units,
 )
-from hilore.runtime.errors import HiloreError
+from hilore.runtime.errors import HiloreError, UnsupportedModelError
 from hilore.runtime.fingerprint import check_fingerprint, model_fingerprint
 from hilore.runtime.install import install
 from hilore.runtime.notice import notice
@@ -34,16 +34,28 @@ def attach(
 
 @overload
 def attach(
-    model: nn.Module, plans: PlanSet | Iterable[Plan], *, dry_run: Literal[False] = False, accept: tuple[str, ...] = ()
+    model: nn.Module,
+    plans: PlanSet | Iterable[Plan],
+    *,
+    dry_run: Literal[False] = False,
+    accept: tuple[str, ...] = (),
+    audit_every: int | None = None,
 ) -> Runtime: ...
 
 
 def attach(
-    model: nn.Module, plans: PlanSet | Iterable[Plan], *, dry_run: bool = False, accept: tuple[str, ...] = ()
+    model: nn.Module,
+    plans: PlanSet | Iterable[Plan],
+    *,
+    dry_run: bool = False,
+    accept: tuple[str, ...] = (),
+    audit_every: int | None = None,
 ) -> Runtime | BindReport:
     """Install ``plans`` on ``model`` and turn them on; the model keeps its module names and its state_dict.
 
     accept: fingerprint fields whose difference is only noted in ``stats.accepted``.
+    audit_every: of microbatches that run through ``microbatch.audited``, compare the first and every so many-th with
+    its exact run (runtime/audit.py); None: none.
     dry_run: report what would bind and what would be refused; the model stays untouched.
     Raises BindError, FingerprintError, UnsupportedModelError; then nothing was installed.
     """
@@ -53,6 +65,7 @@ def attach(
     regions, accepted = _bind(model, plan_set, accept)
     runtime = Runtime(model, plan_set, regions)
     runtime.stats.accepted = accepted
+    runtime.audit_every = _at_least_one(audit_every)
     for line in accepted:
         notice(line)
     try:
@@ -61,6 +74,12 @@ def attach(
         runtime.detach()
         raise
     return runtime
+
+
+def _at_least_one(audit_every: int | None) -> int | None:
+    if audit_every is not None and audit_every < 1:
+        raise UnsupportedModelError(f"audit_every is {audit_every}, must be 1 or more, or None", setting="audit_every")
+    return audit_every
 
 
 def _bind(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hilore.runtime.audit import audited_loss
 from hilore.runtime.errors import ExposureError
 from hilore.runtime.exposure import exposure_before_forward, normalised_exposure
 from hilore.runtime.loss_kinds import resolve
@@ -85,6 +87,22 @@ class Microbatch:
                 exposure=self.exposure,
             )
         return null_loss(self._runtime.model)
+
+    def audited(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The loss of ``step()``; of every ``audit_every``-th microbatch with a comparison of its gradients.
+
+        ``step``: forward and loss of this microbatch, which may run three times; whatever scales the loss belongs
+        inside. Then call ``backward()`` on what is returned as always. See runtime/audit.py.
+        """
+        runtime = self._runtime
+        if not runtime.audit_due():
+            return step()
+
+        def once() -> torch.Tensor:
+            self.regions_run = 0
+            return step()
+
+        return audited_loss(runtime.model, lambda: self.choice, runtime.stats.audit, once)
 
     def resolve(self, tokens: int, rows: int) -> Choice:
         """The choice of this microbatch: made when its first region runs, and again for a larger forward after it."""

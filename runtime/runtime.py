@@ -38,6 +38,8 @@ class Runtime:
         self.stats = Stats()
         self.enabled = False
         self.attached = True
+        self.audit_every: int | None = None
+        self._audit_calls = 0
         self._index = {region.name: place for place, region in enumerate(regions)}
         self._compiled: dict[int, tuple[Plan, dict[str, RegionActions]]] = {}
         self._fixed: Plan | None = None
@@ -68,6 +70,13 @@ class Runtime:
         for ``skip_null`` under wrappers that reduce gradients later.
         """
         return Microbatch(self, advantages, mask, logps, old_logps, ref_logps, loss, skip_null, group)
+
+    def audit_due(self) -> bool:
+        """Whether this audited microbatch is compared with its exact run: the first, and every ``audit_every``-th."""
+        if self.audit_every is None or not self.enabled:
+            return False
+        self._audit_calls += 1
+        return (self._audit_calls - 1) % self.audit_every == 0
 
     def use(self, plan: Plan | None) -> None:
         """Fix one plan for every following forward, whatever the exposure (None: choose by exposure again).
@@ -153,6 +162,8 @@ class Runtime:
             return Choice(None, {}, self.stats, demoted=False), "over_length"
         above = exposure > plan.regime.exposure_high
         self.stats.over_exposure += above
+        if self.stats.audit.alarm:
+            return self._choice(plan, demoted=True), "audit alarm"
         return self._choice(plan, demoted=above), "exposure above every regime" if above else ""
 
     def place_checkpoints(self) -> None:

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hilore.runtime.audit import AuditLog
+
 if TYPE_CHECKING:
     from hilore.runtime.frame import Frame
     from hilore.runtime.region import Action
@@ -63,6 +65,7 @@ class Stats:
     over_exposure: int = 0
     null_skipped: int = 0
     accepted: tuple[str, ...] = ()
+    audit: AuditLog = field(default_factory=AuditLog)
     encode_roles: Counter[str] = field(default_factory=Counter)
     _frames: weakref.WeakSet[Frame] = field(default_factory=weakref.WeakSet)
 
@@ -107,4 +110,6 @@ class Stats:
             "hilore/demotions": self.demotions,
             "hilore/replays": self.replays,
             "hilore/null_skipped": self.null_skipped,
+            "hilore/audit_error": self.audit.error,
+            "hilore/audit_alarm": float(self.audit.alarm) if self.audit.audits else None,
         }

@@ -46,11 +46,12 @@ class HiloreMixin:
         accept: tuple[str, ...] = (),
         loss: LossSpec | None = None,
         skip_null: bool = False,
+        audit_every: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         if plans is not None:
-            attach_trainer(self, plans, accept=accept, loss=loss, skip_null=skip_null)
+            attach_trainer(self, plans, accept=accept, loss=loss, skip_null=skip_null, audit_every=audit_every)
 
     @property
     def hilore(self) -> Runtime | None:
@@ -77,6 +78,7 @@ def attach_trainer(
     accept: tuple[str, ...] = (),
     loss: LossSpec | None = None,
     skip_null: bool = False,
+    audit_every: int | None = None,
 ) -> Runtime:
     """Install ``plans`` on a GRPOTrainer's model, turn them on, and let every training microbatch choose among them.
 
@@ -85,12 +87,14 @@ def attach_trainer(
     way the input embeddings are made to require grad, as transformers does where it checkpoints.
     ``loss``: for a trainer whose ``_compute_loss`` is not TRL's own; by default it is read from the trainer
     (``loss_of``). ``skip_null``: a microbatch whose every loss coefficient is 0 (flat groups, beta 0) runs neither
-    forward nor backward; TRL's metrics then have no entry for it. ``runtime.detach()`` restores trainer and model.
+    forward nor backward; TRL's metrics then have no entry for it. ``audit_every``:
+    compare every so many-th microbatch's gradients with exact ones (two more runs of it); in TRL's metrics and
+    ``runtime.stats.audit``. ``runtime.detach()`` restores trainer and model.
     Raises UnsupportedModelError for a trainer or a setting that a plan cannot follow (nothing was installed), and as
     ``attach``.
     """
     refuse_trainer(trainer, loss)
-    runtime = attach(trainer.model, plans, accept=accept)
+    runtime = attach(trainer.model, plans, accept=accept, audit_every=audit_every)
     _require_input_grads(trainer.model, runtime)
     link = Link(trainer, runtime, loss, skip_null)
     trainer.__dict__[_LINK] = link
@@ -128,12 +132,26 @@ class Link:
         ) as microbatch:
             self._open = microbatch
             try:
-                result = microbatch.null_loss() if microbatch.null else call(model, inputs, *args, **kwargs)
+                result = self._run(microbatch, lambda: call(model, inputs, *args, **kwargs))
             finally:
                 self._open = None
             self._refuse_unconfirmed(microbatch)
         self._log(microbatch)
         return result
+
+    def _run(self, microbatch: Microbatch, step: Callable[[], Tensor]) -> Tensor:
+        """The loss of a microbatch: skipped, audited, or plain. An audit leaves no second line in the metrics."""
+        if microbatch.null:
+            return microbatch.null_loss()
+        metrics = self.trainer._metrics["train"]
+        lengths = {name: len(values) for name, values in metrics.items()}
+
+        def once() -> Tensor:
+            for name, values in metrics.items():
+                del values[lengths.get(name, 0) :]
+            return step()
+
+        return microbatch.audited(once)
 
     def scored(self, result: Any) -> Any:
         """Confirm the running microbatch's exposure with the log-probs [B, T] that TRL has just computed."""
