@@ -1,8 +1,8 @@
 """Recorded rollouts (JSONL) -> microbatches, and back.
 
 One line is one completion: ``{"group": 3, "prompt_ids": [..], "completion_ids": [..], "reward": 1.0}``; lines of one
-``group`` are completions of one prompt. ``old_logps`` and ``ref_logps``, one number per completion token, are
-optional. Order in the file is the order of training.
+``group`` are completions of one prompt. ``advantage`` may stand for ``reward``, or beside it; ``old_logps`` and
+``ref_logps``, one number per completion token, are optional. Order in the file is the order of training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Rollout:
     group: int
     prompt_ids: _Ids
     completion_ids: _Ids
-    reward: float
+    reward: float | None = None
     advantage: float | None = None
     old_logps: tuple[float, ...] | None = None
     ref_logps: tuple[float, ...] | None = None
@@ -48,16 +48,30 @@ class Rollout:
 _ADAPTER = TypeAdapter(Rollout)
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The rollouts of a file with their advantages; ``places[i]`` names the line of ``rollouts[i]`` in messages."""
+
+    rollouts: tuple[Rollout, ...]
+    places: tuple[str, ...]
+
+
 def read_rollouts(path: str | Path) -> tuple[Rollout, ...]:
     """All rollouts of a file with their advantages. Raises RolloutFileError, ``file:line: message``."""
+    return read_recorded(path).rollouts
+
+
+def read_recorded(path: str | Path) -> Recorded:
+    """The same with the line of each. Raises RolloutFileError."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RolloutFileError(f"{path}: cannot be read: {error}", path=str(path), line=0) from error
-    rollouts = [_read_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    rollouts = {number: _read_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()}
     if not rollouts:
         raise RolloutFileError(f"{path}: holds no rollouts", path=str(path), line=0)
-    return with_advantages(rollouts)
+    places = tuple(f"{path}:{number}" for number in rollouts)
+    return Recorded(with_advantages(tuple(rollouts.values()), places), places)
 
 
 def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
@@ -75,8 +89,11 @@ def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
         raise
 
 
-def with_advantages(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-    """The same rollouts, GRPO advantages filled in for groups that have none. Raises RolloutFileError."""
+def with_advantages(rollouts: Sequence[Rollout], places: Sequence[str] = ()) -> tuple[Rollout, ...]:
+    """The same rollouts, GRPO advantages filled in for groups that have none. Raises RolloutFileError.
+
+    ``places``: what to call each rollout in messages (a file and line).
+    """
     groups: dict[int, list[int]] = {}
     for index, rollout in enumerate(rollouts):
         groups.setdefault(rollout.group, []).append(index)
@@ -85,47 +102,76 @@ def with_advantages(rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
         given = sum(rollouts[index].advantage is not None for index in members)
         if given == len(members):
             continue
+        missing = next(index for index in members if rollouts[index].advantage is None)
+        where = f"{places[missing]}: " if places else ""
         if given:
             raise RolloutFileError(
-                f"group {group}: advantage is given for {given} of {len(members)} rows; give it for all or for none",
+                f"{where}group {group}: advantage is given for {given} of {len(members)} rows; give it for all or for "
+                "none",
                 path="",
                 line=0,
             )
-        advantages = group_advantages([rollouts[index].reward for index in members])
+        rewards = [rollouts[index].reward for index in members]
+        if None in rewards:
+            missing = members[rewards.index(None)]
+            where = f"{places[missing]}: " if places else ""
+            raise RolloutFileError(f"{where}neither reward nor advantage is given", path="", line=0)
+        advantages = group_advantages([reward for reward in rewards if reward is not None])
         for index, advantage in zip(members, advantages, strict=True):
             result[index] = replace(rollouts[index], advantage=advantage)
     return tuple(result)
 
 
 def from_rollouts(
-    rollouts: Sequence[Rollout], spec: ModelSpec, *, pad_token: int = 0, device: str | torch.device = "cpu"
+    rollouts: Sequence[Rollout],
+    spec: ModelSpec,
+    *,
+    pad_token: int = 0,
+    device: str | torch.device = "cpu",
+    vocabulary: int | None = None,
+    places: Sequence[str] = (),
 ) -> tuple[Microbatch, ...]:
     """Microbatches of ``spec.batch.microbatch`` rows in the order given, each as wide as its longest rows.
 
-    A last, smaller microbatch is kept. Raises RolloutFileError for a row longer than the batch section allows, and
-    for a microbatch in which some rows have ``old_logps`` (``ref_logps``) and others none.
+    A last, smaller microbatch is kept. ``vocabulary``: token ids must lie below it. ``places``: what to call each
+    rollout in messages (by default its number). Raises RolloutFileError for a row longer than the batch section
+    allows, a token id out of range, and a microbatch in which some rows have ``old_logps`` (``ref_logps``) and others
+    none.
     """
     refuse_packed(spec)
-    rollouts = with_advantages(rollouts)
-    limits = (("prompt_ids", spec.batch.prompt_tokens), ("completion_ids", spec.batch.response_tokens))
-    for number, rollout in enumerate(rollouts, 1):
-        for name, limit in limits:
-            found = len(getattr(rollout, name))
-            if found > limit:
-                key = "prompt_tokens" if name == "prompt_ids" else "response_tokens"
-                raise RolloutFileError(
-                    f"rollout {number}: {name} has {found} tokens, batch.{key} is {limit}; raise batch.{key} to "
-                    f"{found} or record shorter rollouts",
-                    path="",
-                    line=number,
-                )
+    places = places or [f"rollout {number}" for number in range(1, len(rollouts) + 1)]
+    rollouts = with_advantages(rollouts, places)
+    for place, rollout in zip(places, rollouts, strict=True):
+        _check_row(place, rollout, spec, vocabulary)
     size = spec.batch.microbatch
     return tuple(
-        _collate(rollouts[start : start + size], pad_token).to(device) for start in range(0, len(rollouts), size)
+        _collate(rollouts[start : start + size], pad_token, places[start]).to(device)
+        for start in range(0, len(rollouts), size)
     )
 
 
-def _collate(rows: Sequence[Rollout], pad_token: int) -> Microbatch:
+def _check_row(place: str, rollout: Rollout, spec: ModelSpec, vocabulary: int | None) -> None:
+    limits = (("prompt_ids", spec.batch.prompt_tokens), ("completion_ids", spec.batch.response_tokens))
+    for name, limit in limits:
+        ids = getattr(rollout, name)
+        if len(ids) > limit:
+            key = "prompt_tokens" if name == "prompt_ids" else "response_tokens"
+            raise RolloutFileError(
+                f"{place}: {name} has {len(ids)} tokens, batch.{key} is {limit}; raise batch.{key} to {len(ids)} or "
+                "record shorter rollouts",
+                path="",
+                line=0,
+            )
+        if vocabulary is not None and max(ids) >= vocabulary:
+            raise RolloutFileError(
+                f"{place}: {name} holds token {max(ids)}, the model's vocabulary has {vocabulary}; these rollouts "
+                "were made with another tokenizer",
+                path="",
+                line=0,
+            )
+
+
+def _collate(rows: Sequence[Rollout], pad_token: int, place: str) -> Microbatch:
     prompt = max(len(row.prompt_ids) for row in rows)
     response = max(len(row.completion_ids) for row in rows)
     ids, mask = [], []
@@ -139,8 +185,8 @@ def _collate(rows: Sequence[Rollout], pad_token: int) -> Microbatch:
         attention_mask=attention,
         completion_mask=attention[:, prompt:].clone(),
         advantages=torch.tensor([row.advantage or 0.0 for row in rows], dtype=torch.float32),
-        old_logps=_logps([row.old_logps for row in rows], response, "old_logps"),
-        ref_logps=_logps([row.ref_logps for row in rows], response, "ref_logps"),
+        old_logps=_logps([row.old_logps for row in rows], response, f"{place}: old_logps"),
+        ref_logps=_logps([row.ref_logps for row in rows], response, f"{place}: ref_logps"),
         padded=any(0 in row for row in mask),
     )
 
@@ -161,10 +207,17 @@ def _logps(rows: Sequence[tuple[float, ...] | None], width: int, name: str) -> T
 def _read_line(path: str | Path, number: int, line: str) -> Rollout:
     try:
         rollout = _ADAPTER.validate_json(line)
+        names = [key for key, _ in json.loads(line, object_pairs_hook=list)]
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the line"
         raise RolloutFileError(f"{path}:{number}: {where}: {first['msg']}", path=str(path), line=number) from None
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise RolloutFileError(f"{path}:{number}: {twice} is given twice", path=str(path), line=number)
+    if rollout.reward is None and rollout.advantage is None:
+        text = "neither reward nor advantage is given"
+        raise RolloutFileError(f"{path}:{number}: {text}", path=str(path), line=number)
     for name in ("old_logps", "ref_logps"):
         values = getattr(rollout, name)
         if values is not None and len(values) != len(rollout.completion_ids):

@@ -10,7 +10,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hilore.planner.microbatch import Microbatch, group_advantages, split_tokens, synthetic_microbatch
-from hilore.planner.rollouts import Rollout, RolloutFileError, from_rollouts, read_rollouts, write_rollouts
+from hilore.planner.rollouts import (
+    Rollout,
+    RolloutFileError,
+    from_rollouts,
+    read_recorded,
+    read_rollouts,
+    write_rollouts,
+)
 from tests.specs import spec_of
 
 WIDE = "{microbatch: 6, prompt_tokens: 10, response_tokens: 30, length_buckets: [20, 40]}"
@@ -154,6 +161,8 @@ def test_prompts_are_padded_on_the_left() -> None:
             '{"group": 0, "prompt_ids": [1], "completion_ids": [2], "reward": 1.0, "old_logps": [1.0, 2.0]}',
             "old_logps has 2 numbers for 1 completion tokens",
         ),
+        ('{"group": 0, "prompt_ids": [1], "completion_ids": [2]}', "neither reward nor advantage is given"),
+        ('{"group": 0, "prompt_ids": [1], "completion_ids": [2], "reward": 1, "reward": 0}', "reward is given twice"),
         ("not json", "the line: Invalid JSON"),
     ],
 )
@@ -164,6 +173,23 @@ def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: str, message:
         read_rollouts(path)
     assert str(caught.value).startswith(f"{path}:2: {message}")
     assert caught.value.exit_code == 2
+
+
+def test_advantages_may_stand_for_rewards(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text('\n{"group": 0, "prompt_ids": [1], "completion_ids": [2], "advantage": -0.5}\n')
+    found = read_recorded(path)
+    assert found.places == (f"{path}:2",)
+    assert [(row.reward, row.advantage) for row in found.rollouts] == [(None, -0.5)]
+
+
+def test_a_row_that_does_not_fit_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    write_rollouts(path, [Rollout(0, (1,), (2,), 1.0), Rollout(0, (1, 500), (2,), 1.0)])
+    found = read_recorded(path)
+    message = rf"^{path}:2: prompt_ids holds token 500, the model's vocabulary has 128"
+    with pytest.raises(RolloutFileError, match=message):
+        from_rollouts(found.rollouts, spec_of(), places=found.places, vocabulary=128)
 
 
 def test_files_that_hold_nothing(tmp_path: Path) -> None:
@@ -178,10 +204,10 @@ def test_rows_that_do_not_fit_are_refused_and_not_cut() -> None:
     with pytest.raises(RolloutFileError, match=r"^rollout 1: completion_ids has 9 tokens, batch\.response_tokens is 8"):
         from_rollouts([Rollout(0, (1,), tuple(range(9)), 1.0)], spec_of())
     mixed = [ROLLOUTS[0], ROLLOUTS[2]]
-    with pytest.raises(RolloutFileError, match="old_logps is given for 1 of 2 rows"):
+    with pytest.raises(RolloutFileError, match=r"^rollout 1: old_logps is given for 1 of 2 rows"):
         from_rollouts(mixed, spec_of())
     half = [Rollout(0, (1,), (2,), 1.0, advantage=1.0), Rollout(0, (1,), (2,), 1.0)]
-    with pytest.raises(RolloutFileError, match="group 0: advantage is given for 1 of 2 rows"):
+    with pytest.raises(RolloutFileError, match=r"^rollout 2: group 0: advantage is given for 1 of 2 rows"):
         from_rollouts(half, spec_of())
 
 
