@@ -65,6 +65,7 @@ def attach(
     regions, accepted = _bind(model, plan_set, accept)
     runtime = Runtime(model, plan_set, regions)
     runtime.stats.accepted = accepted
+    runtime.accept = accept
     runtime.audit_every = _at_least_one(audit_every)
     for line in accepted:
         notice(line)

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from hilore.runtime.ambient import tensors_in
+from hilore.runtime.audit import AuditLog
 from hilore.runtime.bind import refuse_foreign_hooks, same_units
 from hilore.runtime.errors import FingerprintError, PlanSwitchError, UnsupportedModelError
+from hilore.runtime.fingerprint import check_fingerprint, model_fingerprint
 from hilore.runtime.frame import Frame
 from hilore.runtime.huggingface import (
     ENABLED,
@@ -39,6 +41,7 @@ class Runtime:
         self.enabled = False
         self.attached = True
         self.audit_every: int | None = None
+        self.accept: tuple[str, ...] = ()
         self._audit_calls = 0
         self._index = {region.name: place for place, region in enumerate(regions)}
         self._compiled: dict[int, tuple[Plan, dict[str, RegionActions]]] = {}
@@ -87,6 +90,24 @@ class Runtime:
         if plan is not None:
             self._actions(plan)
         self._fixed = plan
+
+    def replace(self, plans: PlanSet) -> None:
+        """Take other plans of the same model between updates, as after a calibration on newer rollouts.
+
+        Audits begin anew, and an alarm is over. Raises PlanSwitchError in the middle of a forward, BindError or
+        FingerprintError for plans of another model; then the earlier plans stay.
+        """
+        self._refuse_switch()
+        found = model_fingerprint(self.model)
+        if "region_grain" in plans.plans[0].fingerprint:
+            found["region_grain"] = self.plans.plans[0].fingerprint.get("region_grain", "layer")
+        for plan in plans.plans:
+            same_units(self.plans.plans[0], plan)
+            check_fingerprint(plan.fingerprint, found, self.accept)
+        self.plans = plans
+        self._compiled.clear()
+        self._fixed = None
+        self.stats.audit = AuditLog()
 
     def enable(self) -> None:
         """Turn the plan on, as gradient checkpointing is turned on."""

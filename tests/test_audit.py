@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hilore.runtime.attach import attach
 from hilore.runtime.audit import LEAST_AUDITS, AuditLog, audited_loss, perturb
-from hilore.runtime.errors import UnsupportedModelError
+from hilore.runtime.errors import BindError, FingerprintError, UnsupportedModelError
 from hilore.runtime.integrations.trl import attach_trainer
 from hilore.runtime.notice import HiloreWarning
 from tests.models import lora, microbatch_for, qwen2_tiny
@@ -169,3 +169,25 @@ def test_trl_trains_to_the_weights_of_checkpointing(tmp_path: Path) -> None:
     assert runtime.stats.audit.error is not None
     assert runtime.stats.audit.error > 0
     assert [after - before for before, after in zip(*lengths, strict=True)] == [2, 2, 0]
+
+
+def test_new_plans_take_over_between_updates() -> None:
+    model = actor(dropout=0.0)
+    batch = microbatch_for(model)
+    runtime = attach(model, plan_set(encoded(model, "int4-g64", delta=1e-4)), audit_every=1)
+    with pytest.warns(HiloreWarning, match="audits found"):
+        for _ in range(LEAST_AUDITS):  # noqa: PT012
+            one_step(runtime, model, batch, audit=True)
+    runtime.replace(plan_set(encoded(model, delta=50.0)))
+    assert (runtime.stats.audit.audits, runtime.stats.audit.alarm) == (0, False)
+    one_step(runtime, model, batch, audit=True)
+    assert runtime.stats.audit.audits == 1
+    assert runtime.stats.steps[-1].fallback == ""
+    before = runtime.plans
+    other = plan_for(model)
+    with pytest.raises(FingerprintError, match="num_layers=7"):
+        runtime.replace(plan_set(replace(other, fingerprint=other.fingerprint | {"num_layers": 7})))
+    with pytest.raises(BindError):
+        runtime.replace(plan_set(replace(other, regions=other.regions[:1])))
+    assert runtime.plans is before
+    runtime.detach()
