@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from hilore.planner.regions import Span, call_index, is_inside, module_stack, relative
+from hilore.runtime.adapter import front_modules, is_adapted_linear
 
 ATTENTION_MARK = "hilore_attention"
 
@@ -35,6 +36,7 @@ class UnitCall:
 
     ``name`` and ``module_path`` are relative to the region; the name is canonical, the path the module's own.
     ``flops``: multiplications and additions of one run; attention counts the whole square, causal or not.
+    ``front``: those of ``nodes`` that a replay may run although the unit is left out (runtime/adapter.py).
     """
 
     name: str
@@ -43,6 +45,12 @@ class UnitCall:
     nodes: tuple[torch.fx.Node, ...]
     output: torch.fx.Node
     flops: int
+    front: tuple[torch.fx.Node, ...] = ()
+
+    @property
+    def core(self) -> tuple[torch.fx.Node, ...]:
+        """The nodes that do not run where the unit is left out."""
+        return tuple(node for node in self.nodes if node not in self.front)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +76,7 @@ def find_calls(
         if reason:
             left_out[name] = reason
         else:
-            linear = next(node for node in nodes if node.target == _LINEAR)
-            units.append(_unit(name, _kind(name), path, nodes, span, _linear_flops(linear)))
+            units.append(_linear_unit(name, path, nodes, span, modules, runs))
     for path, groups in _attention_nodes(span).items():
         name = f"{relative(names[path], span.region.name)}:attention"
         if len(groups) > 1 or runs[path] > 1:
@@ -115,6 +122,34 @@ def _linear_nodes(span: Span, modules: Mapping[str, nn.Module]) -> dict[str, tup
             found.setdefault(path, []).append(node)
             break
     return {path: tuple(nodes) for path, nodes in found.items()}
+
+
+def _linear_unit(
+    name: str,
+    path: str,
+    nodes: tuple[torch.fx.Node, ...],
+    span: Span,
+    modules: Mapping[str, nn.Module],
+    runs: Mapping[str, int],
+) -> UnitCall:
+    """The linear with its adapter where PEFT's plain LoRA is around it, else the linear alone."""
+    owner = path.rpartition(".")[0]
+    front: tuple[torch.fx.Node, ...] = ()
+    if path.endswith(".base_layer") and is_adapted_linear(modules[owner]):
+        path = owner
+        nodes = tuple(node for node in span.nodes if any(where == owner for _, where in module_stack(node)))
+        front = _front(owner, nodes, modules)
+    flops = sum(_linear_flops(node) for node in nodes if node.target == _LINEAR)
+    return replace(_unit(name, _kind(name), path, nodes, span, flops), front=front)
+
+
+def _front(owner: str, nodes: tuple[torch.fx.Node, ...], modules: Mapping[str, nn.Module]) -> tuple[torch.fx.Node, ...]:
+    """Nodes of the front's modules, and those of the layer that they read (casts of its input)."""
+    paths = {path for path, module in modules.items() for part in front_modules(modules[owner]) if module is part}
+    front = [node for node in nodes if any(where in paths for _, where in module_stack(node))]
+    for node in front:
+        front.extend(before for before in node.all_input_nodes if before in nodes and before not in front)
+    return tuple(node for node in nodes if node in front)
 
 
 def _why_not_linear(path: str, nodes: tuple[torch.fx.Node, ...], span: Span, runs: Mapping[str, int]) -> str:

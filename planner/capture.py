@@ -29,7 +29,8 @@ class UnitGraph:
     """One unit of a region class, in forward order; ``name``, ``kind`` and the liveness fields as in trace.UnitTrace.
 
     ``module_path``: the module that runs it, relative to the region's module and with wrappers (attention: the module
-    that calls it). ``flops`` of one run. ``output_dtype`` without ``torch.``.
+    that calls it; PEFT's plain LoRA: the layer around the frozen linear). ``flops`` of one run. ``output_dtype``
+    without ``torch.``.
     """
 
     name: str
@@ -149,7 +150,7 @@ def capture_detailed(
 def _class(index: int, ran: ClassRecord, calls: RegionCalls, module_name: str) -> CapturedClass:
     nodes = ran.nodes
     graph = dependency_graph(((read, node.name) for node in nodes.values() for read in node.reads), nodes)
-    unit_nodes = {unit.name: tuple(node.name for node in unit.nodes) for unit in calls.units}
+    unit_nodes = {unit.name: tuple(node.name for node in unit.core) for unit in calls.units}
     liveness = contract(graph, unit_nodes, (use for node in nodes.values() for use in node.saved.values()))
     units = tuple(_unit(unit, liveness[unit.name], ran) for unit in calls.units)
     return CapturedClass(RegionGraph(f"{module_name}#{index}", units), calls, ran)

@@ -19,9 +19,9 @@ from hilore.planner.prior import prior_codecs
 from hilore.planner.profile import RegionTimes, time_region
 from hilore.planner.regionrun import RegionRunner, Split, attention_wrapped, region_inputs
 from hilore.planner.trace import CodecCost, KeepSet, RegionClass, UnitTrace
+from hilore.runtime.adapter import ADAPTED, unit_modules
 from hilore.runtime.errors import InternalError
 from hilore.runtime.fingerprint import base_model
-from hilore.runtime.naming import canonical_modules
 from hilore.runtime.region import ATTENTION
 
 Progress = Callable[[str, int, int], None]
@@ -168,7 +168,7 @@ def _unit_traces(
 
 
 def _runner(actor: Actor, microbatch: Microbatch, name: str, units: tuple[UnitGraph, ...]) -> RegionRunner:
-    modules: dict[str, nn.Module] = canonical_modules(actor.model)
+    modules: dict[str, nn.Module] = unit_modules(actor.model, ADAPTED)
     with actor.faked(), actor.autocast():
         inputs = region_inputs(lambda: policy_logps(actor.model, microbatch, actor.spec.loss.head), modules, [name])[
             name

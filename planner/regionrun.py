@@ -100,7 +100,7 @@ class RegionRunner:
     ) -> RegionRunner:
         """``units``: relative name -> (kind, module)."""
         bound = {
-            relative: UnitBinding(f"{name}.{relative}", ATTENTION if kind == ATTENTION else "module", unit_module, {})
+            relative: UnitBinding.of(f"{name}.{relative}", ATTENTION if kind == ATTENTION else "module", unit_module)
             for relative, (kind, unit_module) in units.items()
         }
         binding = RegionBinding(name, module, {unit.name: unit for unit in bound.values()})

@@ -26,6 +26,7 @@ from hilore.planner.shardtrace import fingerprint_model, shard_bucket, shard_mod
 from hilore.planner.spec import spec_as_dict
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import TRACE_VERSION, Bucket, Fixed, Outside, RegionClass, RegionTrace, Trace
+from hilore.runtime.adapter import ADAPTED, GRAIN_FIELD
 from hilore.runtime.fingerprint import base_model, model_fingerprint
 from hilore.runtime.naming import canonical_modules
 
@@ -243,6 +244,7 @@ def _fingerprint(fake: Actor, target: Target) -> dict[str, object]:
         "layout": spec.batch.layout,
         "rows": spec.batch.microbatch,
         "region_grain": spec.region_grain,
+        GRAIN_FIELD: ADAPTED,
         "parallel": spec.parallel.kind,
         "world_size": spec.parallel.world_size,
         "head": spec.loss.head,

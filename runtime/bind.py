@@ -9,6 +9,7 @@ from types import MethodType
 import torch
 from torch import nn
 
+from hilore.runtime.adapter import GRAIN_FIELD, unit_modules
 from hilore.runtime.errors import BindError, UnsupportedModelError
 from hilore.runtime.huggingface import (
     ENABLED,
@@ -49,11 +50,12 @@ def bind_regions(model: nn.Module, plan: Plan) -> tuple[RegionBinding, ...]:
     Raises BindError with the counts, the first missing, the first extra and the closest name.
     """
     modules = canonical_modules(model)
+    runs = unit_modules(model, plan.fingerprint.get(GRAIN_FIELD, ""))
     planned = [region.name for region in plan.regions]
     layers = checkpointable_names(model) or [name for name in planned if name in modules]
     _compare("regions", planned, layers, modules)
     return tuple(
-        RegionBinding(region.name, modules[region.name], _bind_units(region, modules, len(plan.unit_names)))
+        RegionBinding(region.name, modules[region.name], _bind_units(region, runs, len(plan.unit_names)))
         for region in plan.regions
     )
 
@@ -66,7 +68,7 @@ def _bind_units(region: RegionPlan, modules: dict[str, nn.Module], unit_count: i
         if path not in modules or not inside or (colon and function != ATTENTION):
             units_of_path = [f"{path}:{ATTENTION}"] if colon and path in modules and inside else list(modules)
             raise _missing("units", unit.name, units_of_path, unit_count)
-        units[unit.name] = UnitBinding(unit.name, ATTENTION if colon else "module", modules[path], {})
+        units[unit.name] = UnitBinding.of(unit.name, ATTENTION if colon else "module", modules[path])
     paths = [unit.name for unit in units.values() if unit.kind != ATTENTION]
     for outer in paths:
         inner = next((path for path in paths if _is_inside(path, outer)), None)

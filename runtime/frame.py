@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hilore.runtime.ambient import AutocastState, RandomState, RunningAs, device_type_of, tensors_in
@@ -122,14 +123,15 @@ class Frame:
                 "Run `hilore-plan trace` on this model: it leaves such a unit out",
                 unit=unit_name,
             )
-        record = UnitRecord(self.region_name, self.region.units[unit_name], late=self._in_late_part)
+        action = self.actions[unit_name]
+        unit = self.region.units[unit_name]
+        record = UnitRecord(self.region_name, unit, late=self._in_late_part, kept=action.kept)
         self.records[unit_name] = record
         self.record = record
         try:
             result = record.run(call, args, kwargs)
         finally:
             self.record = None
-        action = self.actions[unit_name]
         if action.kept:
             record.keep(result, action.codec, self._compute_dtype() if action.codec is not None else None)
         else:
@@ -138,6 +140,12 @@ class Frame:
             record.random_after = RandomState.now(self.random.device_type, tensors_in(args, kwargs))
         self.choice.stats.unit_ran(unit_name, record)
         return result
+
+    def front_call(self, unit_name: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """A call of a module in a unit's front: noted while that unit's forward is recorded."""
+        if self.replaying or self.record is None or self.record.unit.name != unit_name:
+            return call(*args)
+        return self.record.run_front(module, call, *args)
 
     def replay(self, late: bool) -> None:
         """Run the region again and fill the slots and entries that backward may ask for.
@@ -256,9 +264,9 @@ class Frame:
         if action is None or not left_out:
             result = self._rerun(record, call, args, kwargs)
         else:
+            result = record.answer(args, kwargs, hand_over=wanted)
             if record.random_after is not None:
                 record.random_after.restore()
-            result = record.answer(args, kwargs, hand_over=wanted)
             self.choice.stats.call_left_out(unit_name, action)
         if wanted and record.needs_replay:
             self._count_down()

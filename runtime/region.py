@@ -62,7 +62,7 @@ class RegionBinding:
         self.module = module
         self.units = units
         self.attention_units = {id(u.module): u.name for u in units.values() if u.kind == ATTENTION}
-        self._forwards = {u.name: UnitForward(u) for u in units.values() if u.kind != ATTENTION}
+        self._forwards = {u.name: _forwards(u) for u in units.values() if u.kind != ATTENTION}
         self._attention = attention_implementations(u.module for u in units.values() if u.kind == ATTENTION)
 
     @contextmanager
@@ -73,9 +73,8 @@ class RegionBinding:
             for implementation in self._attention:
                 stack.enter_context(attention_wrapped(implementation))
             stack.callback(_put_back, before)
-            for name in names:
-                forward = self._forwards.get(name)
-                if forward is None or forward.module.__dict__.get("forward") is forward:
+            for forward in (forward for name in names for forward in self._forwards.get(name, ())):
+                if forward.module.__dict__.get("forward") is forward:
                     continue
                 before.append((forward.module, forward.module.__dict__.get("forward")))
                 forward.call = forward.module.forward
@@ -106,6 +105,27 @@ class UnitForward:
         if frame is None or self.name not in frame.region.units:
             return self.call(*args, **kwargs)
         return frame.unit_call(self.name, self.call, args, kwargs)
+
+
+class FrontForward:
+    """Stands in for the ``forward`` of a module in a unit's front, while the unit's region runs."""
+
+    __slots__ = ("call", "module", "unit_name")
+
+    def __init__(self, unit: UnitBinding, module: nn.Module) -> None:
+        self.unit_name = unit.name
+        self.module = module
+        self.call: Callable[..., Any] = module.forward
+
+    def __call__(self, *args: Any) -> Any:
+        frame = running.frame
+        if frame is None or self.unit_name not in frame.region.units:
+            return self.call(*args)
+        return frame.front_call(self.unit_name, self.module, self.call, args)
+
+
+def _forwards(unit: UnitBinding) -> tuple[UnitForward | FrontForward, ...]:
+    return (UnitForward(unit), *(FrontForward(unit, module) for module in unit.front))
 
 
 class Choice:

@@ -36,12 +36,17 @@ class Layout:
 
 @dataclass(slots=True)
 class Role:
-    """What one saved tensor of a call is, without the tensor itself."""
+    """What one saved tensor of a call is, without the tensor itself.
+
+    ``kind``: parameter, argument, output, front (runtime/adapter.py) or rest. ``source``: which argument, or which step
+    of the front; ``place``: what of that step.
+    """
 
     layout: Layout
     kind: str
     source: int = -1
     derive: Derivation | None = None
+    place: int = -1
 
     @property
     def dropped(self) -> bool:
@@ -64,8 +69,8 @@ class Entry:
         self.value: torch.Tensor | None = tensor.detach()
         self.version = tensor._version
 
-    def settle(self, kind: str, source: int = -1, derive: Derivation | None = None) -> None:
-        self.role.kind, self.role.source, self.role.derive = kind, source, derive
+    def settle(self, kind: str, source: int = -1, derive: Derivation | None = None, place: int = -1) -> None:
+        self.role.kind, self.role.source, self.role.derive, self.role.place = kind, source, derive, place
         if self.role.dropped:
             self.value = None
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hilore.planner.capture import UnitGraph, capture
 from hilore.planner.liveness import dead_in_late_stage, running_units
 from hilore.planner.microbatch import Microbatch
+from hilore.runtime.adapter import ADAPTED, GRAIN_FIELD
 from hilore.runtime.attach import attach
 from hilore.runtime.fingerprint import model_fingerprint
 from hilore.runtime.plan import Plan, Predicted, Regime, RegionPlan, SolverReport, UnitPlan
@@ -95,6 +96,7 @@ def plan_for(
             "rows": 8,
             "first_input_requires_grad": units[0].input_requires_grad,
             "region_grain": "layer",
+            GRAIN_FIELD: ADAPTED,
         }
     plan = Plan(
         schema_version=1,

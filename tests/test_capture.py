@@ -41,15 +41,17 @@ def test_lora_qwen2() -> None:
     units = units_of(found, 1)
     assert tuple(units) == (*QKV, ATTENTION, "self_attn.o_proj", *MLP)
     assert [u.kind for u in units.values()] == ["q", "k", "v", "attention", "o", "gate", "up", "down"]
-    assert units["mlp.down_proj"].module_path == "mlp.down_proj.base_layer"
+    assert units["mlp.down_proj"].module_path == "mlp.down_proj", "the adapter layer, not the frozen linear inside"
     assert units[ATTENTION].module_path == "self_attn"
     for name in QKV:
-        assert fields(units[name]) == (False, False, False)
+        assert fields(units[name]) == (False, True, False), "its adapter saves its input"
         assert units[name].feeds == (ATTENTION,), "through rotary embedding and the expansion of k and v"
-    assert fields(units[ATTENTION]) == (True, True, True), "o_proj's adapter saves its input, the attention output"
-    assert fields(units["self_attn.o_proj"]) == (True, False, False)
-    assert fields(units["mlp.gate_proj"]) == fields(units["mlp.up_proj"]) == (True, False, False)
-    assert fields(units["mlp.down_proj"]) == (False, False, False), "dead in a replay that keeps nothing"
+    assert fields(units[ATTENTION]) == (True, True, True), (
+        "o_proj's adapter drops out of its input, the attention output"
+    )
+    assert fields(units["self_attn.o_proj"]) == (True, True, False)
+    assert fields(units["mlp.gate_proj"]) == fields(units["mlp.up_proj"]) == (True, True, False)
+    assert fields(units["mlp.down_proj"]) == (False, True, False), "dead in a replay that keeps nothing"
     assert units["mlp.down_proj"].feeds == ()
     assert [n for n in found.notes if "always builds an attention mask" in n]
     assert all(unit.keepable and unit.reason == "" for unit in units.values())
@@ -82,13 +84,13 @@ def test_sizes_of_units() -> None:
 def test_fused_projections_are_followed_through_their_views() -> None:
     units = units_of(captured(models.lora(models.phi3_tiny(), targets=["qkv_proj", "gate_up_proj"])), 1)
     assert [u.kind for u in units.values()] == ["qkv", "attention", "o", "gate_up", "down"]
-    assert fields(units["self_attn.qkv_proj"]) == (False, False, False)
-    assert fields(units["mlp.gate_up_proj"]) == (True, False, False), "silu and the product save its chunks"
+    assert fields(units["self_attn.qkv_proj"]) == (False, True, False)
+    assert fields(units["mlp.gate_up_proj"]) == (True, True, False), "silu and the product save its chunks"
 
 
 def test_norm_after_down_proj_keeps_it_alive() -> None:
     units = units_of(captured(models.lora(models.gemma2_tiny("sdpa"))), 1)
-    assert fields(units["mlp.down_proj"]) == (True, False, False)
+    assert fields(units["mlp.down_proj"]) == (True, True, False)
 
 
 def test_eager_attention_is_glue_and_named_with_the_setting() -> None:
@@ -102,10 +104,12 @@ def test_eager_attention_is_glue_and_named_with_the_setting() -> None:
 
 def test_autocast_casts_belong_to_what_they_were_cast_from() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        full, adapted = captured(models.qwen2_tiny()), captured(models.qwen2_tiny_lora())
+        full = captured(models.qwen2_tiny())
+        adapted = captured(models.lora(models.qwen2_tiny(), targets=["q_proj", "v_proj"]))
     for name in (*QKV, *MLP, "self_attn.o_proj"):
         assert units_of(full)[name].saves_inputs
-        assert not units_of(adapted, 1)[name].saves_inputs, "a cast weight is no input"
+        frozen = name not in ("self_attn.q_proj", "self_attn.v_proj")
+        assert units_of(adapted, 1)[name].saves_inputs != frozen, "a cast weight is no input"
         assert not units_of(full)[name].saves_own
         assert units_of(full)[name].output_dtype == "bfloat16"
 

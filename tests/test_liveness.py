@@ -68,7 +68,7 @@ def _subsets(names: tuple[str, ...]) -> Iterator[frozenset[str]]:
 def _running_by_nodes(found: CapturedClass, kept: frozenset[str]) -> set[str]:
     """Walk from all dropped saved tensors to the nodes that they come from, not past a kept unit."""
     nodes = found.record.nodes
-    owner = {node.name: call.name for call in found.calls.units for node in call.nodes}
+    owner = {node.name: call.name for call in found.calls.units for node in call.core}
     edges = [(read, node.name) for node in nodes.values() for read in node.reads if read in nodes]
     saved = [source for node in nodes.values() for use in node.saved.values() for source in use.sources]
     edges += [(source, "backward") for source in saved if source in nodes]
