@@ -74,6 +74,8 @@ def measure_outside(
             meter.track(_state(actor.model))
             fixed = meter.live_bytes
             meter.track(tensors_in([getattr(microbatch, name) for name in microbatch.__slots__]))
+            # All microbatches of an update are there from its begin: trainers cut them from one batch on the device.
+            waiting = (actor.spec.batch.accumulation - 1) * (meter.live_bytes - fixed)
             gathers = OutsideGathers(sharding, actor.device, accumulates=gradients_exist)
             edges = _Edges(meter, gathers, regions, _head_parameters(actor.model, regions, sharding), clock)
             with _standing_in(regions, edges):
@@ -84,13 +86,12 @@ def measure_outside(
             tail_peak = meter.peak_bytes
         for parameter in trainable:
             parameter.grad = None
-    before = edges.entered - fixed
     return OutsideCosts(
-        before,
+        edges.entered - fixed + waiting,
         edges.leaf_boundary,
         edges.head_peak - edges.all_retained,
         edges.after_head - edges.all_retained,
-        max(tail_peak - fixed - before, 0),
+        max(tail_peak - edges.entered, 0),
         forward_ns,
         backward_ns,
         OutsideParts(edges.head_fsdp, edges.head_left_fsdp, edges.fsdp_at_peak, edges.head_largest),

@@ -158,10 +158,10 @@ class OutsideParts:
 class Outside:
     """All that is in no region.
 
-    ``before_bytes``: alive from before the first region until the end of backward beside boundaries (inputs, masks,
-    rotary tables, embedding's saved tensors), and ``leaf_boundary_bytes`` of it the first region's boundary, where it
-    is a leaf that the graph itself keeps (frozen embeddings made to require grad): the first region then keeps no
-    other copy of it. ``head_bytes``: highest live bytes during final norm, lm_head,
+    ``before_bytes``: alive from before the first region until the end of backward beside boundaries (inputs of the
+    update's microbatches, masks, rotary tables, embedding's saved tensors), and ``leaf_boundary_bytes`` of it the first
+    region's boundary, where it is a leaf that the graph itself keeps (frozen embeddings made to require grad): the
+    first region then keeps no other copy of it. ``head_bytes``: highest live bytes during final norm, lm_head,
     log-probabilities, loss and their backward, beyond what was live after the last region's forward.
     ``head_left_bytes``: what the head still holds when the last region's backward begins (incoming gradient and
     the head's parameter gradients). ``tail_bytes``: the same as ``head_bytes`` for the backward of what lies before
