@@ -122,7 +122,7 @@ def solve(
             "--budget",
             metavar="MIB|auto",
             help="Peak of allocated memory per GPU. A bare number is MiB (1024 x 1024 bytes); 30318MiB and 29.6GiB "
-            "are exact; MB and GB are refused. auto: the card less the margin.",
+            "are exact; MB and GB are refused. auto: the card. What --margin names is taken off.",
         ),
     ],
     delta: Annotated[
@@ -136,8 +136,8 @@ def solve(
         typer.Option(
             "--margin",
             metavar="MIB",
-            help="Memory of the card that is not PyTorch's (context, NCCL, fragmentation). Default: 0, and 1024 with "
-            "--budget auto.",
+            help="Part of the budget that is not for allocations (context, NCCL, fragmentation): plans stay that much "
+            "under it. Default: 0, and 1024 with --budget auto.",
         ),
     ] = None,
     time_limit: Annotated[

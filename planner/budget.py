@@ -15,8 +15,8 @@ from hilore.runtime.errors import HiloreError
 MIB = 1 << 20
 GIB = 1 << 30
 LARGEST_MIB = 1 << 24
-# Of a card, beside what PyTorch allocates: CUDA context, NCCL buffers and fragmentation. An assumption, printed
-# wherever it is taken.
+# Of a whole card, what is not for PyTorch's allocations: CUDA context, NCCL buffers and fragmentation. An assumption,
+# printed wherever it is taken.
 AUTO_MARGIN_BYTES = 1024 * MIB
 
 _AMOUNT = re.compile(r"\s*(?P<number>[0-9]+(\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)\s*")
@@ -64,12 +64,21 @@ def parse_budget(text: str, *, card_bytes: int = 0, margin_bytes: int = 0) -> in
 
 
 def parse_memory(budget: str, margin: str | None, *, card_bytes: int) -> tuple[int, int]:
-    """``--budget`` and ``--margin`` (None: the default) in bytes. Raises BudgetError as ``parse_budget``."""
-    if margin is not None:
-        margin_bytes = _parse_amount(margin, "--margin")
-    else:
-        margin_bytes = AUTO_MARGIN_BYTES if budget.strip() == "auto" else 0
-    return parse_budget(budget, card_bytes=card_bytes, margin_bytes=margin_bytes), margin_bytes
+    """``--budget`` (``auto``: the card) and ``--margin``, the part of it that is not for allocations, in bytes.
+
+    Without ``--margin`` a budget in MiB is for allocations alone, and ``auto`` leaves AUTO_MARGIN_BYTES. Raises
+    BudgetError as ``parse_budget``, and for a margin that leaves nothing.
+    """
+    auto = budget.strip() == "auto"
+    usual_bytes = AUTO_MARGIN_BYTES if auto else 0
+    margin_bytes = usual_bytes if margin is None else _parse_amount(margin, "--margin")
+    ceiling_bytes = parse_budget(budget, card_bytes=card_bytes, margin_bytes=margin_bytes)
+    budget_bytes = card_bytes if auto else ceiling_bytes
+    if margin_bytes >= budget_bytes:
+        raise BudgetError(
+            f"--margin {margin}: {mib(margin_bytes)} leave nothing of the budget of {mib(budget_bytes)}", text=budget
+        )
+    return budget_bytes, margin_bytes
 
 
 def parse_limit(option: str, value: float, *, zero: bool) -> float:

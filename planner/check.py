@@ -31,8 +31,9 @@ ANY_EXPOSURE = 1e30
 
 @dataclass(frozen=True, slots=True)
 class PlanCheck:
-    """One plan. ``measured_gain`` over GC and ``error`` (relative L2 of the update's gradient in float32 compute) are
-    None in a fake check, ``error_limit`` where nothing limits it: no L unit, or exposure 0."""
+    """One plan. ``budget_bytes``: less the margin. ``measured_gain`` over GC and ``error`` (relative L2 of the update's
+    gradient in float32 compute) are None in a fake check, ``error_limit`` where nothing limits it: no L unit, or
+    exposure 0. ``estimated``: the predicted gain is of a card's data sheet."""
 
     plan: str
     regime: str
@@ -45,6 +46,7 @@ class PlanCheck:
     exact: bool | None
     error: float | None
     error_limit: float | None
+    estimated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,9 @@ def error_limit(plan: Plan) -> float | None:
 
 def _contender(plan: Plan, trace: Trace | None) -> Contender:
     always = replace(plan, regime=replace(plan.regime, exposure_low=0.0, exposure_high=ANY_EXPOSURE))
-    return Contender(PlanPolicy(_label(plan), (always,)), budget_bytes=plan.budget_bytes, error_limit=error_limit(plan))
+    return Contender(
+        PlanPolicy(_label(plan), (always,)), budget_bytes=plan.ceiling_bytes, error_limit=error_limit(plan)
+    )
 
 
 def _label(plan: Plan) -> str:
@@ -134,7 +138,7 @@ def _check(plan: Plan, trace: Trace | None, row: Measured) -> PlanCheck:
         plan=_label(plan),
         regime=plan.regime.label,
         tokens=plan.length_bucket,
-        budget_bytes=plan.budget_bytes,
+        budget_bytes=plan.ceiling_bytes,
         predicted_peak_bytes=plan.predicted.peak_bytes,
         measured_peak_bytes=row.peak_bytes,
         predicted_gain=plan.predicted.gc_step_ns / plan.predicted.step_ns - 1,
@@ -142,6 +146,7 @@ def _check(plan: Plan, trace: Trace | None, row: Measured) -> PlanCheck:
         exact=row.exact,
         error=row.error,
         error_limit=error_limit(plan),
+        estimated=plan.predicted.estimated,
     )
 
 
@@ -156,7 +161,7 @@ def _fake_check(actor: Actor, plan: Plan, other_bytes: int) -> PlanCheck:
         plan=_label(plan),
         regime=plan.regime.label,
         tokens=plan.length_bucket,
-        budget_bytes=plan.budget_bytes,
+        budget_bytes=plan.ceiling_bytes,
         predicted_peak_bytes=plan.predicted.peak_bytes,
         measured_peak_bytes=peak_bytes + other_bytes,
         predicted_gain=plan.predicted.gc_step_ns / plan.predicted.step_ns - 1,
@@ -164,6 +169,7 @@ def _fake_check(actor: Actor, plan: Plan, other_bytes: int) -> PlanCheck:
         exact=None,
         error=None,
         error_limit=None,
+        estimated=plan.predicted.estimated,
     )
 
 

@@ -27,7 +27,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What was asked. All of it goes into the set_id."""
+    """What was asked. All of it goes into the set_id. ``margin_bytes`` of the budget are not for allocations."""
 
     budget_bytes: int
     margin_bytes: int
@@ -36,6 +36,11 @@ class Options:
     gap_percent: float
     granularity: str
     rule: str = "each"
+
+    @property
+    def ceiling_bytes(self) -> int:
+        """What the allocated peak may reach."""
+        return self.budget_bytes - self.margin_bytes
 
 
 def make_plan(
@@ -53,8 +58,8 @@ def make_plan(
     recomputed = verify_modes(trace, job.bucket, regions, risk_free=job.regime.high == 0)
     if verified != recomputed:
         raise InternalError(f"{job.regime.label}: the solver's figures {verified}, from the modes {recomputed}")
-    if max(recomputed.peak_bytes, recomputed.demoted_peak_bytes) > options.budget_bytes:
-        raise InternalError(f"{job.regime.label}: peak {recomputed.peak_bytes} over budget {options.budget_bytes}")
+    if max(recomputed.peak_bytes, recomputed.demoted_peak_bytes) > options.ceiling_bytes:
+        raise InternalError(f"{job.regime.label}: peak {recomputed.peak_bytes} over {options.ceiling_bytes} bytes")
     if recomputed.risk > job.problem.risk_limit:
         raise InternalError(f"{job.regime.label}: risk {recomputed.risk} over its limit {job.problem.risk_limit}")
     if options.delta == 0 and any(unit.mode == "L" for region in regions for unit in region.units):
@@ -109,6 +114,7 @@ def _predicted(trace: Trace, job: Job, verified: Verified, regions: tuple[Region
         no_gc_peak_bytes=no_gc_peak,
         risk=update_error(verified.risk),
         linear_risk=0.0 if job.regime.high == 0 else linear_risk(trace, job.bucket, regions),
+        estimated=trace.estimated,
     )
 
 

@@ -1,15 +1,29 @@
 """The GPUs that can be planned for: what their data sheets say, and which part of that kernels reach.
 
 Rates are dense (no sparsity) and per second, memory is what the driver reports to PyTorch as the card's total. Every
-figure names where it is from; what no source gives is an assumption and says so. Nothing here is measured by this
-project: a trace made from this table says ``estimated``.
+figure names where it is from; what no source gives is an assumption and says so. A trace made from this table says
+``estimated``; no card has been compared with a measurement yet (`python -m bench.device` does that, Gpu.bias holds it).
 """
 
 from __future__ import annotations
 
 import difflib
 
-from hilore.planner.gpu import SMALL_GEMM_SIDE, Fraction, Gpu
+from hilore.planner.achieved import (
+    ADA_CONSUMER,
+    ADA_SERVER,
+    AMPERE_PCIE,
+    AMPERE_SERVER,
+    AMPERE_WORKSTATION,
+    BLACKWELL,
+    CDNA3,
+    HOPPER,
+    HOPPER_PCIE,
+    OVER_FABRIC,
+    OVER_NVLINK,
+    OVER_PCIE,
+)
+from hilore.planner.gpu import Fraction, Gpu
 from hilore.runtime.errors import HiloreError
 
 GIB = 1 << 30
@@ -23,82 +37,11 @@ class UnknownGpuError(HiloreError):
 
 
 _OOM = "total capacity in public out-of-memory messages of PyTorch for this card"
-_FA2 = "FlashAttention-2 (Dao 2023), figures 4 to 6: A100, head dimension 128, causal, 4k tokens"
-_FA3 = "FlashAttention-3 (Shah et al. 2024): FlashAttention-2 reaches about 0.35 of an H100"
-_ASSUMED = "assumption"
 _WORKSPACE_BEFORE_SM90 = 2 * 4 * MIB + 8 * 16 * 1024  # PyTorch's default CUBLAS_WORKSPACE_CONFIG :4096:2:16:8
 _WORKSPACE_SM90 = 32 * MIB  # PyTorch's default from compute capability 9.0 on, :4096:8
 
-
-def _fractions(
-    gemm: Fraction, attention_forward: Fraction, attention_backward: Fraction, bandwidth: Fraction
-) -> dict[str, Fraction]:
-    return {
-        "gemm_large": gemm,
-        "gemm_small": Fraction(0.25, f"{_ASSUMED}: a side under {SMALL_GEMM_SIDE} leaves most of a tile idle"),
-        "attention_forward": attention_forward,
-        "attention_backward": attention_backward,
-        "elementwise": bandwidth,
-        "codec": Fraction(
-            bandwidth.value * 0.75, f"{_ASSUMED}: one pass for the group maxima, then as element-wise kernels"
-        ),
-    }
-
-
-_AMPERE_SERVER = _fractions(
-    Fraction(0.80, "NVIDIA, CUTLASS documentation (2021): large BF16 GEMMs on A100 at 80 to 90 % of peak"),
-    Fraction(0.60, _FA2),
-    Fraction(0.50, _FA2),
-    Fraction(0.85, "BabelStream results for A100 (University of Bristol, 2021): 85 to 90 % of peak"),
-)
-_AMPERE_WORKSTATION = _fractions(
-    Fraction(0.70, f"{_ASSUMED}: as A100, less for a 300 W limit"),
-    Fraction(0.55, f"{_ASSUMED}, after {_FA2}"),
-    Fraction(0.45, f"{_ASSUMED}, after {_FA2}"),
-    Fraction(0.85, f"{_ASSUMED}: as A100"),
-)
-_ADA_SERVER = _fractions(
-    Fraction(0.55, f"{_ASSUMED}: the data sheet's peak needs boost clocks that 350 W do not hold in GEMMs"),
-    Fraction(0.45, f"{_ASSUMED}, after {_FA2}, less for the same power limit"),
-    Fraction(0.38, f"{_ASSUMED}, after {_FA2}, less for the same power limit"),
-    Fraction(0.80, f"{_ASSUMED}: GDDR6 with ECC"),
-)
-_ADA_CONSUMER = _fractions(
-    Fraction(0.85, f"{_ASSUMED}: its FP32-accumulate peak is half of what its matrix units can do, so it is reached"),
-    Fraction(0.70, f"{_ASSUMED}, after {_FA2}"),
-    Fraction(0.60, f"{_ASSUMED}, after {_FA2}"),
-    Fraction(0.88, f"{_ASSUMED}: GDDR6X without ECC"),
-)
-_HOPPER = _fractions(
-    Fraction(0.65, f"{_ASSUMED}: BF16 GEMMs of 4k to 8k at 600 to 700 TFLOPS in public cuBLAS benchmarks"),
-    Fraction(0.35, _FA3),
-    Fraction(0.32, f"{_ASSUMED}, after {_FA3}"),
-    Fraction(0.88, f"{_ASSUMED}: public STREAM results for H100 are about 90 % of peak"),
-)
-_HOPPER_PCIE = _fractions(
-    Fraction(0.60, f"{_ASSUMED}: as H100 SXM, less for 350 W"),
-    Fraction(0.40, f"{_ASSUMED}, after {_FA3}; its peak is lower"),
-    Fraction(0.35, f"{_ASSUMED}, after {_FA3}; its peak is lower"),
-    Fraction(0.88, f"{_ASSUMED}: as H100 SXM"),
-)
-_BLACKWELL = _fractions(
-    Fraction(0.65, f"{_ASSUMED}: as H100"),
-    Fraction(0.20, f"{_ASSUMED}: PyTorch's own flash kernel does not use this generation's matrix instructions"),
-    Fraction(0.18, f"{_ASSUMED}: as forward"),
-    Fraction(0.85, f"{_ASSUMED}: as H100"),
-)
-_CDNA3 = _fractions(
-    Fraction(0.45, f"{_ASSUMED}: public hipBLASLt results are 500 to 650 TFLOPS in BF16"),
-    Fraction(0.25, f"{_ASSUMED}: PyTorch's AOTriton kernel"),
-    Fraction(0.20, f"{_ASSUMED}: PyTorch's AOTriton kernel"),
-    Fraction(0.75, f"{_ASSUMED}: public STREAM results are about 4 TB/s"),
-)
-
 _PCIE4 = 32 * GIGA  # x16, per direction
 _PCIE5 = 64 * GIGA
-_OVER_PCIE = Fraction(0.65, f"{_ASSUMED}: ring collectives of NCCL over PCIe")
-_OVER_NVLINK = Fraction(0.75, f"{_ASSUMED}: ring collectives of NCCL over NVLink")
-_OVER_FABRIC = Fraction(0.70, f"{_ASSUMED}: ring collectives of RCCL over Infinity Fabric")
 
 
 def _rates(bfloat16: float, float32: float) -> dict[str, int]:
@@ -148,8 +91,8 @@ GPUS: tuple[Gpu, ...] = (
         864,
         _rates(362.05, 91.6),
         _PCIE4,
-        _OVER_PCIE,
-        _ADA_SERVER,
+        OVER_PCIE,
+        ADA_SERVER,
         "NVIDIA L40S data sheet (2023)",
     ),
     _gpu(
@@ -159,8 +102,8 @@ GPUS: tuple[Gpu, ...] = (
         768,
         _rates(154.8, 38.7),
         _PCIE4,
-        _OVER_PCIE,
-        _AMPERE_WORKSTATION,
+        OVER_PCIE,
+        AMPERE_WORKSTATION,
         "NVIDIA RTX A6000 data sheet and Ampere GA102 white paper (2021)",
         notes=("with ECC on, the driver reports about 3 GiB less",),
     ),
@@ -171,8 +114,8 @@ GPUS: tuple[Gpu, ...] = (
         1008,
         _rates(165.2, 82.6),
         _PCIE4,
-        _OVER_PCIE,
-        _ADA_CONSUMER,
+        OVER_PCIE,
+        ADA_CONSUMER,
         "NVIDIA Ada GPU architecture white paper (2022): FP16 and BF16 with FP32 accumulate",
         notes=("cards of this series have no direct traffic between them: collectives pass through host memory",),
     ),
@@ -183,8 +126,8 @@ GPUS: tuple[Gpu, ...] = (
         1555,
         _rates(312.0, 19.5),
         300 * GIGA,
-        _OVER_NVLINK,
-        _AMPERE_SERVER,
+        OVER_NVLINK,
+        AMPERE_SERVER,
         "NVIDIA A100 data sheet (2020), SXM",
     ),
     _gpu(
@@ -194,9 +137,31 @@ GPUS: tuple[Gpu, ...] = (
         2039,
         _rates(312.0, 19.5),
         300 * GIGA,
-        _OVER_NVLINK,
-        _AMPERE_SERVER,
+        OVER_NVLINK,
+        AMPERE_SERVER,
         "NVIDIA A100 80GB data sheet (2021), SXM",
+    ),
+    _gpu(
+        "a100-pcie-40gb",
+        ("NVIDIA A100-PCIE-40GB",),
+        39.38,
+        1555,
+        _rates(312.0, 19.5),
+        _PCIE4,
+        OVER_PCIE,
+        AMPERE_PCIE,
+        "NVIDIA A100 data sheet (2020), PCIe",
+    ),
+    _gpu(
+        "a100-pcie-80gb",
+        ("NVIDIA A100 80GB PCIe",),
+        79.15,
+        1935,
+        _rates(312.0, 19.5),
+        _PCIE4,
+        OVER_PCIE,
+        AMPERE_PCIE,
+        "NVIDIA A100 80GB data sheet (2021), PCIe",
     ),
     _gpu(
         "h100-sxm-80gb",
@@ -205,8 +170,8 @@ GPUS: tuple[Gpu, ...] = (
         3350,
         _rates(989.4, 66.9),
         450 * GIGA,
-        _OVER_NVLINK,
-        _HOPPER,
+        OVER_NVLINK,
+        HOPPER,
         "NVIDIA H100 data sheet (2023), SXM; half of the sparse figures",
         workspace=_WORKSPACE_SM90,
     ),
@@ -217,8 +182,8 @@ GPUS: tuple[Gpu, ...] = (
         2000,
         _rates(756.5, 51.2),
         _PCIE5,
-        _OVER_PCIE,
-        _HOPPER_PCIE,
+        OVER_PCIE,
+        HOPPER_PCIE,
         "NVIDIA H100 data sheet (2023), PCIe; half of the sparse figures",
         workspace=_WORKSPACE_SM90,
     ),
@@ -229,8 +194,8 @@ GPUS: tuple[Gpu, ...] = (
         4800,
         _rates(989.4, 66.9),
         450 * GIGA,
-        _OVER_NVLINK,
-        _HOPPER,
+        OVER_NVLINK,
+        HOPPER,
         "NVIDIA H200 data sheet (2024), SXM; half of the sparse figures",
         workspace=_WORKSPACE_SM90,
     ),
@@ -241,9 +206,10 @@ GPUS: tuple[Gpu, ...] = (
         7700,
         _rates(2250.0, 75.0),
         900 * GIGA,
-        _OVER_NVLINK,
-        _BLACKWELL,
-        "NVIDIA DGX B200 data sheet (2024), an eighth of the system; half of the sparse figures",
+        OVER_NVLINK,
+        BLACKWELL,
+        "NVIDIA DGX and HGX B200 data sheets (2024), an eighth of the system, the lower bandwidth of the two; half of "
+        "the sparse figures",
         workspace=_WORKSPACE_SM90,
     ),
     _gpu(
@@ -253,8 +219,8 @@ GPUS: tuple[Gpu, ...] = (
         5300,
         _rates(1307.4, 163.4),
         448 * GIGA,
-        _OVER_FABRIC,
-        _CDNA3,
+        OVER_FABRIC,
+        CDNA3,
         "AMD Instinct MI300X data sheet (2023)",
         workspace=_WORKSPACE_SM90,
         launch_ns=6_000,

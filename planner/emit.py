@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import hilore
+from hilore.planner.budget import AUTO_MARGIN_BYTES, mib
 from hilore.planner.build import Offered, assemble, build_regions, risk_limit
 from hilore.planner.compose import Job, Options, make_plan, update_error
 from hilore.planner.cpsat import ORTOOLS_VERSION
@@ -49,7 +50,7 @@ def solve_trace(
 ) -> SolveResult:
     """Plans for the regimes null, low, mid and high of every length bucket.
 
-    ``budget_bytes`` bounds the allocated peak; ``margin_bytes`` (what a card needs besides) is only recorded.
+    The allocated peak stays within ``budget_bytes`` less ``margin_bytes`` (what a card needs beside allocations).
     ``time_limit_s`` is for all of them together. Within a bucket a lower regime's plan is never slower than a higher
     one's. ``rule``: how an update's error is spent over regimes (planner/regimes.py). The same input gives the same
     plans, apart from ``solver.wall_s`` and ``provenance.created_at``, unless the time limit cuts a search short.
@@ -78,6 +79,8 @@ def solve_trace(
     made = [make_plan(trace, job, solution, options, set_id, provenance) for job, solution in solved]
     return SolveResult(
         name=trace.name,
+        estimated=trace.estimated,
+        notes=_notes(trace, options),
         set_id=set_id,
         largest_bucket=largest_bucket(trace).tokens,
         plans=tuple(plan for plan, _ in made),
@@ -94,13 +97,32 @@ def _intervals(trace: Trace, options: Options) -> tuple[RegimeInterval, ...]:
     times_ns = []
     for allowance in ALLOWANCES:
         limit = risk_limit(trace.calibration, delta=options.delta, psi_high=1.0, allowance=allowance)
-        tables = make_tables(assemble(trace, bucket, regions, budget_bytes=options.budget_bytes, limit=limit))
+        tables = make_tables(assemble(trace, bucket, regions, budget_bytes=options.ceiling_bytes, limit=limit))
         start = fitting_choice(tables)
         if start is None:
             # Nothing fits, at this allowance or at a smaller one; what solving says of it holds under any rule.
             return regimes(trace.calibration)
         times_ns.append((allowance, tables.total_extra(greedy(tables, start))))
     return joint_regimes(trace.calibration, times_ns, accumulation=int(trace.spec["batch"]["accumulation"]))
+
+
+def _notes(trace: Trace, options: Options) -> tuple[str, ...]:
+    """How the budget stands to the card, and that times are estimated."""
+    notes = [f"times are estimated for {trace.device}, not measured"] if trace.estimated else []
+    if not trace.card_bytes:
+        return tuple(notes)
+    left = trace.card_bytes - options.ceiling_bytes
+    card = f"card {mib(trace.card_bytes)} ({trace.device})"
+    if left < 0:
+        notes.append(f"{card}: allocations of {mib(options.ceiling_bytes)} are more than it has")
+    elif left < AUTO_MARGIN_BYTES:
+        notes.append(
+            f"{card}: only {mib(left)} of it are left for context, NCCL and fragmentation; --budget auto leaves "
+            f"{mib(AUTO_MARGIN_BYTES)}, --margin any other"
+        )
+    else:
+        notes.append(f"{card}: {mib(left)} of it are left for context, NCCL and fragmentation")
+    return tuple(notes)
 
 
 def _jobs(trace: Trace, bucket: Bucket, options: Options, intervals: Sequence[RegimeInterval]) -> list[Job]:
@@ -115,7 +137,7 @@ def _jobs(trace: Trace, bucket: Bucket, options: Options, intervals: Sequence[Re
     for regime in intervals:
         regions = exact if regime.high == 0 else risky
         limit = risk_limit(trace.calibration, delta=options.delta, psi_high=regime.high, allowance=regime.allowance)
-        problem = assemble(trace, bucket, regions, budget_bytes=options.budget_bytes, limit=limit)
+        problem = assemble(trace, bucket, regions, budget_bytes=options.ceiling_bytes, limit=limit)
         jobs.append(Job(bucket, regime, problem))
     return jobs
 
@@ -184,12 +206,15 @@ def _infeasible(trace: Trace, options: Options, intervals: Sequence[RegimeInterv
     event = binding_event(job.problem, least.choice)
     if event.live_bytes != least.peak_bytes:
         raise InternalError(f"least peak {least.peak_bytes} bytes, but its {event.name} has {event.live_bytes} bytes")
-    whole = -(-least.peak_bytes // MIB)
+    smallest_bytes = least.peak_bytes + options.margin_bytes
+    whole = -(-smallest_bytes // MIB)
+    less = f" less the margin of {options.margin_bytes / MIB:,.1f} MiB" if options.margin_bytes else ""
+    besides = " and the margin" if options.margin_bytes else ""
     return InfeasibleError(
-        f"infeasible: no plan stays within {options.budget_bytes / MIB:,.1f} MiB; the smallest feasible budget is "
-        f"{whole} MiB ({least.peak_bytes} bytes), which the {event.name} needs at {job.bucket.tokens} tokens per row; "
-        f"use --budget {whole} or more",
-        smallest_budget_bytes=least.peak_bytes,
+        f"infeasible: no plan stays within {options.budget_bytes / MIB:,.1f} MiB{less}; the smallest feasible budget "
+        f"is {whole} MiB ({smallest_bytes} bytes), which the {event.name}{besides} needs at {job.bucket.tokens} tokens "
+        f"per row; use --budget {whole} or more",
+        smallest_budget_bytes=smallest_bytes,
         event=event.name,
         tokens=job.bucket.tokens,
     )

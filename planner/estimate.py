@@ -48,12 +48,18 @@ class Target:
             return ()
         return (
             f"times are estimated from the table of GPUs ({self.gpu.name}: {self.gpu.source}): not measured; time of "
-            "the CPU that launches kernels is not in them",
+            f"the CPU that launches kernels is not in them; {_bias(self.gpu)}",
             KERNEL_NOTE,
             f"other memory has {self.workspace_bytes / 2**20:.3g} MiB of cuBLAS workspace (PyTorch's default on this "
             f"card, {_CUBLAS_HANDLES} handles)",
             *(f"{self.gpu.name}: {note}" for note in self.gpu.notes),
         )
+
+
+def _bias(gpu: Gpu) -> str:
+    if not gpu.bias:
+        return "they have not been compared with a measurement on this card yet"
+    return "measured over estimated here: " + ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in gpu.bias.items())
 
 
 def target_of(spec: ModelSpec) -> Target:

@@ -32,7 +32,8 @@ class Gpu:
     ``bandwidth``: bytes per second of its memory. ``flops``: dense peak per dtype name (matrix units where PyTorch
     uses them by default: float32 without TF32). ``link_bandwidth``: bytes per second and direction between cards of
     one machine; ``link_fraction`` of it is reached by collectives. ``cublas_workspace_bytes``: what PyTorch reserves
-    per thread and stream for cuBLAS on this card. ``launch_ns``: least time of any kernel.
+    per thread and stream for cuBLAS on this card. ``launch_ns``: least time of any kernel (an assumption, everywhere).
+    ``bias``: measured over estimated time per kind of call, where `python -m bench.device` ran on this card.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Gpu:
     source: str
     memory_source: str
     notes: tuple[str, ...] = field(default=())
+    bias: dict[str, float] = field(default_factory=dict)
 
     def rate(self, dtype: str, kind: str) -> float:
         """Floating-point operations per second that a kernel of ``kind`` reaches in ``dtype`` ("bfloat16")."""

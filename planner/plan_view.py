@@ -42,13 +42,13 @@ def plan_lines(plan: Plan) -> list[str]:
     counts = ", ".join(f"{mode} {plan.count(mode)}" for mode in ("H", "L", "R"))
     return [
         f"{plan.name}, regime {regime.label} ({exposures}), {plan.length_bucket} tokens per row, set {plan.set_id}",
-        f"budget {mib(plan.budget_bytes)} (margin {mib(plan.margin_bytes)}), delta {plan.delta:g} "
+        f"budget {mib(plan.budget_bytes)} (margin {mib(plan.margin_bytes)}{_ceiling(plan)}), delta {plan.delta:g} "
         f"of a reference error of {plan.delta_star:.3g} ({calibration})",
         f"predicted peak {mib(predicted.peak_bytes)} in the {predicted.peak_event}, "
         f"GC {mib(predicted.gc_peak_bytes)}, No-GC {mib(predicted.no_gc_peak_bytes)}",
-        f"predicted step {milliseconds(predicted.step_ns)} ms, GC {milliseconds(predicted.gc_step_ns)}, "
-        f"No-GC {milliseconds(predicted.no_gc_step_ns)}: gain over GC {gain_over_gc(plan):+.1%}; "
-        f"risk {predicted.risk:.3%}",
+        f"predicted step{estimated(plan)} {milliseconds(predicted.step_ns)} ms, "
+        f"GC {milliseconds(predicted.gc_step_ns)}, No-GC {milliseconds(predicted.no_gc_step_ns)}: "
+        f"gain over GC {gain_over_gc(plan):+.1%}; risk {predicted.risk:.3%}",
         f"{len(plan.regions)} regions, {held} held; units {counts}",
         f"solver {solver.name}: {solver.status}, gap {solver.gap:.3%}, {solver.wall_s:.2f} s",
     ]
@@ -63,11 +63,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "regime": plan.regime.label,
         "length_bucket": plan.length_bucket,
         "budget_bytes": plan.budget_bytes,
+        "margin_bytes": plan.margin_bytes,
         "delta": plan.delta,
         "calibrated": plan.calibrated,
         "peak_bytes": plan.predicted.peak_bytes,
         "peak_event": plan.predicted.peak_event,
         "step_ns": plan.predicted.step_ns,
+        "estimated": plan.predicted.estimated,
         "gain_over_gc": gain_over_gc(plan),
         "risk": plan.predicted.risk,
         "counts": {mode: plan.count(mode) for mode in ("H", "L", "R")},
@@ -97,7 +99,8 @@ def check_table(found: Verification) -> Table:
             f"{check.budget_bytes / MIB:,.2f}",
             f"{check.predicted_peak_bytes / MIB:,.2f} -> {check.measured_peak_bytes / MIB:,.2f}",
             f"{check.predicted_peak_bytes - check.measured_peak_bytes:,}",
-            f"{check.predicted_gain:+.1%}" + ("" if check.measured_gain is None else f" -> {check.measured_gain:+.1%}"),
+            f"{check.predicted_gain:+.1%}{' (estimated)' if check.estimated else ''}"
+            + ("" if check.measured_gain is None else f" -> {check.measured_gain:+.1%}"),
             "-" if check.error is None else "0 (bitwise)" if check.exact else f"{check.error:.3%}",
             "-" if limit is None else f"{limit:.3%}",
         )
@@ -121,6 +124,15 @@ def check_json(found: Verification) -> dict[str, Any]:
 def gain_over_gc(plan: Plan) -> float:
     """Share by which the plan trains more tokens in a second than gradient checkpointing does."""
     return plan.predicted.gc_step_ns / plan.predicted.step_ns - 1
+
+
+def estimated(plan: Plan) -> str:
+    """Said beside every time that comes from a card's data sheet."""
+    return " (estimated)" if plan.predicted.estimated else ""
+
+
+def _ceiling(plan: Plan) -> str:
+    return f", allocations up to {mib(plan.ceiling_bytes)}" if plan.margin_bytes else ""
 
 
 def plan_differences(first: Plan, second: Plan) -> list[str]:
@@ -148,9 +160,10 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "regime", plan.regime.label
     yield "tokens per row", str(plan.length_bucket)
     yield "budget", mib(plan.budget_bytes)
+    yield "margin", mib(plan.margin_bytes)
     yield "delta", f"{plan.delta:g}"
     yield "predicted peak", f"{mib(predicted.peak_bytes)} in the {predicted.peak_event}"
-    yield "predicted step", f"{milliseconds(predicted.step_ns)} ms"
+    yield "predicted step", f"{milliseconds(predicted.step_ns)} ms{estimated(plan)}"
     yield "gain over GC", f"{gain_over_gc(plan):+.1%}"
     yield "risk", f"{predicted.risk:.3%}"
     for mode in ("H", "L", "R"):

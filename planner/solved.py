@@ -46,13 +46,18 @@ class SolveRow:
 
 @dataclass(frozen=True, slots=True)
 class SolveResult:
-    """A whole set of plans. ``largest_bucket``: the tokens whose files carry no length in their name."""
+    """A whole set of plans. ``largest_bucket``: the tokens whose files carry no length in their name.
+
+    ``estimated``: step times are of planner/roofline.py, not measured. ``notes``: what the user should know.
+    """
 
     name: str
     set_id: str
     largest_bucket: int
     plans: tuple[Plan, ...]
     rows: tuple[SolveRow, ...]
+    estimated: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:

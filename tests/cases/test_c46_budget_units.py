@@ -60,13 +60,18 @@ def test_anything_else_is_a_usage_error(text: str) -> None:
 
 def test_auto_is_the_card_less_the_margin() -> None:
     assert parse_budget("auto", card_bytes=48 * GIB, margin_bytes=GIB) == 47 * GIB
-    assert parse_memory("auto", None, card_bytes=48 * GIB) == (48 * GIB - AUTO_MARGIN_BYTES, AUTO_MARGIN_BYTES)
+    assert parse_memory("auto", None, card_bytes=48 * GIB) == (48 * GIB, AUTO_MARGIN_BYTES)
     assert parse_memory("auto", "0", card_bytes=48 * GIB) == (48 * GIB, 0)
     assert parse_memory("30318", None, card_bytes=48 * GIB) == (30318 * MIB, 0)
     with pytest.raises(BudgetError, match="needs a GPU"):
         parse_budget("auto")
     with pytest.raises(BudgetError, match="leaves nothing"):
         parse_budget("auto", card_bytes=GIB, margin_bytes=GIB)
+    with pytest.raises(BudgetError, match="leaves nothing"):
+        parse_memory("auto", "48GiB", card_bytes=48 * GIB)
+    with pytest.raises(BudgetError, match=r"--margin 1GiB: 1,024.0 MiB leave nothing of the budget of 1,024.0 MiB"):
+        parse_memory("1024", "1GiB", card_bytes=48 * GIB)
+    assert parse_memory("30318", "500", card_bytes=0) == (30318 * MIB, 500 * MIB)
     with pytest.raises(BudgetError, match="--margin 1GB"):
         parse_memory("auto", "1GB", card_bytes=48 * GIB)
 
