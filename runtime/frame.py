@@ -20,10 +20,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hilore.runtime.ambient import AutocastState, RandomState, RunningAs, device_type_of, tensors_in
+from hilore.runtime.audit import perturb
 from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
 from hilore.runtime.saved import Entry, mutated, version_of
 from hilore.runtime.slots import Direct, Slot, is_parameter
-from hilore.runtime.unit import UnitRecord
+from hilore.runtime.unit import UnitRecord, output_of
 
 if TYPE_CHECKING:
     from hilore.runtime.region import Choice, RegionBinding
@@ -285,6 +286,8 @@ class Frame:
             raise self.mismatch(
                 f"{record.unit.name} saved {len(record.entries)} tensors in forward and {self._entry_cursor} now"
             )
+        if self.choice.control and self.choice.encodes(self.region, record.unit.name):
+            perturb(output_of(record.unit.name, result)[0])
         return result
 
     def _count_down(self) -> None:

@@ -132,14 +132,15 @@ class Choice:
     """One plan chosen for one microbatch; every frame keeps the choice that it was made under.
 
     ``plan`` None: no plan fits (too many tokens), every unit runs in the replay. ``demoted`` may turn True between
-    forward and backward (late demotion), never back.
+    forward and backward (late demotion), never back. ``control``: an audit's control run (runtime/audit.py).
     """
 
-    __slots__ = ("_actions", "demoted", "plan", "stats")
+    __slots__ = ("_actions", "control", "demoted", "plan", "stats")
 
     def __init__(self, plan: Plan | None, actions: dict[str, RegionActions], stats: Stats, demoted: bool) -> None:
         self.plan = plan
         self.demoted = demoted
+        self.control = False
         self.stats = stats
         self._actions = actions
 
@@ -151,6 +152,13 @@ class Choice:
             return {}
         actions = self._actions[region.name]
         return actions.demoted if self.demoted else actions.planned
+
+    def encodes(self, region: RegionBinding, unit_name: str) -> bool:
+        """Whether the plan keeps this unit encoded, demoted or not."""
+        if self.plan is None:
+            return False
+        action = self._actions[region.name].planned.get(unit_name)
+        return action is not None and action.codec is not None
 
     def split_at(self, region: RegionBinding) -> str | None:
         """The unit at which the region's replay is split into two stages."""
