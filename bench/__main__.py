@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.measure import Options, all_breaches, measure_model, tiny
-from bench.policies import GRAINS
+from bench.policies import DELTAS, GRAINS
 from hilore.planner.paired import RESAMPLES
 from hilore.planner.spec import load_spec
 from hilore.planner.spec_types import ModelSpec
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--resamples", type=int, default=RESAMPLES, help=f"of the bootstrap (default {RESAMPLES})")
     parser.add_argument("--time-limit", type=float, default=20.0, help="seconds for each solve (default 20)")
     parser.add_argument("--grains", nargs="+", choices=GRAINS, help="of plans (default both; unit with a chunked head)")
+    parser.add_argument("--deltas", type=float, nargs="+", default=DELTAS, help="of plans (default 0 and 1)")
     parser.add_argument("--out", metavar="FILE", help="JSON with all figures (default build/bench-WHAT.json)")
     parser.add_argument("--quick", action="store_true", help="3 rounds of a tiny model: shows that everything works")
     return parser
@@ -70,6 +71,7 @@ def _options(given: argparse.Namespace) -> Options:
         threads=given.threads,
         time_limit_s=given.time_limit,
         grains=tuple(given.grains) if given.grains else None,
+        deltas=tuple(given.deltas),
     )
 
 

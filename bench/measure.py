@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.policies import GRAINS, Ceiling, Solved, best_blocks, ceilings, every_n_layers, solved_plans
+from bench.policies import DELTAS, GRAINS, Ceiling, Solved, best_blocks, ceilings, every_n_layers, solved_plans
 from hilore.planner.actor import Actor, build_actor, microbatch_of
 from hilore.planner.head import base_model
 from hilore.planner.microbatch import Microbatch
@@ -34,6 +34,7 @@ class Options:
     threads: int = 1
     time_limit_s: float = 20.0
     grains: tuple[str, ...] | None = None
+    deltas: tuple[float, ...] = DELTAS
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,9 @@ def measure_model(spec: ModelSpec, options: Options, progress: Progress) -> Mode
         other_bytes = trace.fixed.other_bytes
         limits = _ceilings(actor, microbatches[0], exist, other_bytes)
         blocks = best_blocks(actor, microbatches[0], limits, gradients_exist=exist, other_bytes=other_bytes)
-        plans, solved = solved_plans(trace, limits, grains=_grains(spec, options), time_limit_s=options.time_limit_s)
+        plans, solved = solved_plans(
+            trace, limits, grains=_grains(spec, options), deltas=options.deltas, time_limit_s=options.time_limit_s
+        )
     layers = len(checkpointed_layers(actor.model))
     contenders = [*every_n_layers(layers)]
     for limit in limits:

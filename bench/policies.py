@@ -99,14 +99,15 @@ def solved_plans(
     limits: tuple[Ceiling, ...],
     *,
     grains: tuple[str, ...] = GRAINS,
+    deltas: tuple[float, ...] = DELTAS,
     time_limit_s: float,
     command: str = COMMAND,
 ) -> tuple[list[Contender], list[Solved]]:
-    """Plans of every grain at delta 0 and 1 under every ceiling. Where there is none, the reason stands for it."""
+    """Plans of every grain and delta under every ceiling. Where there is none, the reason stands for it."""
     contenders, solved = [], []
     for limit in limits:
         for grain in grains:
-            for delta in DELTAS:
+            for delta in deltas:
                 name = f"{'layer plan' if grain == 'layer' else 'plan'} delta {delta:g}"
                 try:
                     result = solve_trace(

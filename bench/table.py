@@ -25,12 +25,12 @@ from hilore.runtime.fingerprint import versions
 
 # Shares of No-GC's gain that the unit-grain plans must reach on examples/qwen2_shape.yaml, by ceiling and delta.
 FLOORS = {
-    ("+0 d", "plan delta 0"): 0.15,
-    ("+2.5 d", "plan delta 0"): 0.38,
-    ("+5 d", "plan delta 0"): 0.48,
-    ("+0 d", "plan delta 1"): 0.15,
-    ("+2.5 d", "plan delta 1"): 0.42,
-    ("+5 d", "plan delta 1"): 0.55,
+    ("+0 d", "plan delta 0"): 0.16,
+    ("+2.5 d", "plan delta 0"): 0.45,
+    ("+5 d", "plan delta 0"): 0.58,
+    ("+0 d", "plan delta 1"): 0.20,
+    ("+2.5 d", "plan delta 1"): 0.54,
+    ("+5 d", "plan delta 1"): 0.75,
 }
 FLOORS_FOR = "qwen2-shape"
 
