@@ -73,16 +73,16 @@ def report(*rows: tuple[str, str, Interval | None]) -> ModelReport:
 def test_a_floor_is_met_by_the_lower_end() -> None:
     lines = floor_lines(
         report(
-            ("plan delta 0", "+0 d", Interval(0.20, 0.15, 0.25)),
-            ("plan delta 0", "+2.5 d", Interval(0.45, 0.3799, 0.5)),
+            ("plan delta 0", "+0 d", Interval(0.20, 0.16, 0.25)),
+            ("plan delta 0", "+2.5 d", Interval(0.45, 0.4499, 0.5)),
             ("plan delta 0", "+5 d", None),
         )
     )
     assert len(lines) == len(FLOORS) == 6
-    assert lines[0] == "floor 0.15 for plan delta 0 at +0 d: 0.20 (0.15 to 0.25): met"
+    assert lines[0] == "floor 0.16 for plan delta 0 at +0 d: 0.20 (0.16 to 0.25): met"
     assert lines[1].endswith("NOT MET")
-    assert lines[2] == "floor 0.48 for plan delta 0 at +5 d: undefined: NOT MET"
-    assert lines[3] == "floor 0.15 for plan delta 1 at +0 d: no plan: NOT MET"
+    assert lines[2] == "floor 0.58 for plan delta 0 at +5 d: undefined: NOT MET"
+    assert lines[3] == "floor 0.20 for plan delta 1 at +0 d: no plan: NOT MET"
 
 
 def test_the_tiny_model_keeps_the_proportions() -> None:
