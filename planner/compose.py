@@ -13,7 +13,16 @@ from hilore.planner.solved import SolveRow
 from hilore.planner.trace import Bucket, Trace
 from hilore.planner.verify import linear_risk, reference_peaks, reference_times, verify, verify_modes
 from hilore.runtime.errors import InternalError
-from hilore.runtime.plan import SCHEMA_VERSION, Plan, Predicted, Regime, RegionPlan, SolverReport, UnitPlan
+from hilore.runtime.plan import (
+    SCHEMA_VERSION,
+    Plan,
+    PlannedMicrobatch,
+    Predicted,
+    Regime,
+    RegionPlan,
+    SolverReport,
+    UnitPlan,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,7 @@ def make_plan(
         calibrated=trace.calibration.calibrated,
         predicted=_predicted(trace, job, verified, regions),
         length_bucket=job.bucket.tokens,
+        microbatch=_microbatch(job.bucket),
         regions=regions,
         solver=SolverReport(
             name=solution.solver,
@@ -99,6 +109,12 @@ def make_plan(
 
 def _regime(interval: RegimeInterval) -> Regime:
     return Regime(_label(interval.label), interval.low, interval.high, interval.frequency, interval.allowance)
+
+
+def _microbatch(bucket: Bucket) -> PlannedMicrobatch | None:
+    if not bucket.completions:
+        return None
+    return PlannedMicrobatch(bucket.rows, bucket.completions, bucket.masked)
 
 
 def _predicted(trace: Trace, job: Job, verified: Verified, regions: tuple[RegionPlan, ...]) -> Predicted:

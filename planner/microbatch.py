@@ -66,10 +66,13 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
 
 
 def split_tokens(batch: Batch, tokens: int) -> tuple[int, int]:
-    """Prompt and response columns of a row of ``tokens``, in the proportion of the batch section; at least one each."""
-    prompt = round(tokens * batch.prompt_tokens / (batch.prompt_tokens + batch.response_tokens))
-    prompt = min(max(prompt, 1), tokens - 1)
-    return prompt, tokens - prompt
+    """Prompt and response columns of a row of ``tokens``: as long a response as the batch section allows.
+
+    A length bucket holds every microbatch of up to so many columns. The head's memory grows with the response, so the
+    bucket's peak is that of a short prompt with a long response.
+    """
+    response = min(batch.response_tokens, tokens - 1)
+    return tokens - response, response
 
 
 def synthetic_microbatch(

@@ -203,13 +203,19 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One length bucket: ``tokens`` per row (prompt and response), ``rows`` per microbatch."""
+    """One length bucket: ``tokens`` per row (prompt and response), ``rows`` per microbatch.
+
+    ``completions``: loss columns of all rows, the most that so many tokens can hold; ``masked``: attention was given a
+    mask (plan.PlannedMicrobatch). 0 and True in traces of earlier versions.
+    """
 
     tokens: int
     rows: int
     classes: tuple[RegionClass, ...]
     regions: tuple[RegionTrace, ...]
     outside: Outside
+    completions: int = 0
+    masked: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,16 +17,19 @@ from hilore.planner.capture import Capture, capture
 from hilore.planner.classtrace import Progress, Setting, trace_class
 from hilore.planner.estimate import Bench, Target, bench_for, kernels, target_of
 from hilore.planner.fixed import measure_fixed
+from hilore.planner.head import policy_logps
 from hilore.planner.microbatch import Microbatch, synthetic_microbatch
 from hilore.planner.outside import OuterRegion, OutsideCosts, measure_outside
 from hilore.planner.prior import calibration_from_prior
 from hilore.planner.profile import LOUD_SPREAD, Timing
+from hilore.planner.regionrun import region_inputs
 from hilore.planner.sharding import Sharding, sharding_of
 from hilore.planner.shardtrace import fingerprint_model, shard_bucket, shard_module, sharding_notes
 from hilore.planner.spec import spec_as_dict
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import TRACE_VERSION, Bucket, Fixed, Outside, RegionClass, RegionTrace, Trace
 from hilore.runtime.adapter import ADAPTED, GRAIN_FIELD
+from hilore.runtime.ambient import takes_mask, tensors_in
 from hilore.runtime.fingerprint import base_model, model_fingerprint
 from hilore.runtime.naming import canonical_modules
 
@@ -127,10 +130,22 @@ def _bucket(run: _Run, tokens: int) -> tuple[Bucket, float]:
     run.tell(f"{setting.label}: whole step", 0, 1)
     outside = _outside(run, setting, classes)
     run.tell(f"{setting.label}: whole step", 1, 1)
-    bucket = Bucket(tokens, fake_microbatch.rows, classes, regions, outside)
+    masked = _takes_mask(run, fake_microbatch)
+    completions = fake_microbatch.completion_mask.numel()
+    bucket = Bucket(tokens, fake_microbatch.rows, classes, regions, outside, completions, masked)
     if run.sharding is not None:
         bucket = shard_bucket(run.sharding, bucket, gpu=run.target.gpu, accumulates=run.accumulates)
     return bucket, max(spread for _, spread in found)
+
+
+def _takes_mask(run: _Run, microbatch: Microbatch) -> bool:
+    """Whether the first region gets an attention mask in a plain run."""
+    first, modules = run.regions[0].name, canonical_modules(run.fake.model)
+    with run.fake.faked(), run.fake.autocast():
+        inputs = region_inputs(lambda: policy_logps(run.fake.model, microbatch, run.spec.loss.head), modules, [first])[
+            first
+        ]
+    return takes_mask([inputs.boundary, *tensors_in(inputs.args, inputs.kwargs)])
 
 
 def _outside(run: _Run, setting: Setting, classes: tuple[RegionClass, ...]) -> Outside:

@@ -113,3 +113,13 @@ def tensors_in(*trees: Any) -> list[torch.Tensor]:
         elif isinstance(item, dict):
             stack.extend(reversed(list(item.values())))
     return found
+
+
+def takes_mask(inputs: list[torch.Tensor]) -> bool:
+    """Whether a region's inputs hold an attention mask beside its boundary, which comes first: [B, 1 or H, T, T] of
+    sdpa and eager attention, bool [B, T] of flash attention."""
+    return any(
+        (tensor.dim() == 4 and tensor.shape[-1] == tensor.shape[-2])
+        or (tensor.dim() == 2 and tensor.dtype == torch.bool)
+        for tensor in inputs[1:]
+    )

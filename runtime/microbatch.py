@@ -104,11 +104,14 @@ class Microbatch:
 
         return audited_loss(runtime.model, lambda: self.choice, runtime.stats.audit, once)
 
-    def resolve(self, tokens: int, rows: int) -> Choice:
+    def resolve(self, tokens: int, rows: int, *, masked: bool | None = None) -> Choice:
         """The choice of this microbatch: made when its first region runs, and again for a larger forward after it."""
         if self.choice is None or tokens > self._tokens or rows > self._rows:
             exposure = max(self.exposure, self.exact_exposure or 0.0)
-            self.choice, self.fallback = self._runtime.choose(exposure, tokens, rows)
+            columns = self._mask.numel() if self._mask.dim() > 1 else None
+            self.choice, self.fallback = self._runtime.choose(
+                exposure, tokens, rows, completions=columns, masked=masked
+            )
             self._tokens, self._rows = tokens, rows
         return self.choice
 

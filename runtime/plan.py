@@ -93,6 +93,21 @@ class Predicted:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedMicrobatch:
+    """The microbatch that a plan's peak was predicted for: one that is larger in any respect may need more.
+
+    ``rows`` [of ``length_bucket`` tokens]; ``completions``: loss columns of all rows together, which the logits have;
+    ``masked``: attention was given a mask [B, 1, T, T].
+    """
+
+    __pydantic_config__ = _STRICT
+
+    rows: int
+    completions: int
+    masked: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SolverReport:
     """How the plan was found. ``gap`` = (objective - bound) / predicted step time."""
 
@@ -111,7 +126,8 @@ class SolverReport:
 class Plan:
     """One plan file. ``loss`` holds the loss's kind and options; ``length_bucket`` is tokens per row.
 
-    ``confidence``: with which an update stays within its limit (0: none is stated).
+    ``microbatch``: None in files of earlier versions. ``confidence``: with which an update stays within its limit (0:
+    none is stated).
     ``budget_bytes`` is the memory that was given, ``margin_bytes`` the part of it that allocations leave free (CUDA
     context, NCCL's buffers, fragmentation): the peak stays under their difference, ``ceiling_bytes``.
     """
@@ -135,12 +151,26 @@ class Plan:
     fingerprint: dict[str, Any]
     provenance: dict[str, Any]
     confidence: float = 0.0
+    microbatch: PlannedMicrobatch | None = None
     path: str = field(default="", compare=False)
 
     @property
     def ceiling_bytes(self) -> int:
         """What the allocated peak may reach."""
         return self.budget_bytes - self.margin_bytes
+
+    def covers(self, rows: int, tokens: int, completions: int | None = None, masked: bool | None = None) -> bool:
+        """Whether the predicted peak holds for ``rows`` of ``tokens`` tokens with so many loss columns in all.
+
+        What is None is not looked at; a plan without ``microbatch`` knows rows and tokens alone.
+        """
+        planned = self.microbatch
+        planned_rows = planned.rows if planned is not None else int(self.fingerprint.get("rows", 1))
+        if tokens > self.length_bucket or rows * tokens > planned_rows * self.length_bucket:
+            return False
+        if planned is None:
+            return True
+        return (completions or 0) <= planned.completions and (planned.masked or not masked)
 
     @property
     def unit_names(self) -> tuple[str, ...]:

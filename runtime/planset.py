@@ -36,16 +36,25 @@ class PlanSet:
         """Tokens per row that plans exist for, ascending."""
         return tuple(sorted({plan.length_bucket for plan in self.plans}))
 
-    def select(self, exposure: float, tokens: int) -> Plan | None:
-        """The plan for a microbatch of this exposure with rows of ``tokens`` tokens.
+    def select(
+        self,
+        exposure: float,
+        tokens: int,
+        rows: int = 1,
+        *,
+        completions: int | None = None,
+        masked: bool | None = None,
+    ) -> Plan | None:
+        """The plan for a microbatch of this exposure with ``rows`` of ``tokens`` tokens.
 
-        The smallest bucket that holds the tokens, in it the regime with ``exposure_low < exposure <=
-        exposure_high``; above every regime the highest plan (its caller must demote it). None where no bucket is
-        large enough: every unit is then to be recomputed. Raises ExposureError for NaN, infinity and negatives.
+        The smallest bucket that was planned for as much (plan.Plan.covers), in it the regime with ``exposure_low <
+        exposure <= exposure_high``; above every regime the highest plan (its caller must demote it). None where no
+        bucket is large enough: every unit is then to be recomputed. Raises ExposureError for NaN, infinity and
+        negatives.
         """
         if not math.isfinite(exposure) or exposure < 0:
             raise ExposureError(f"exposure {exposure} is no finite number of at least 0", exposure=exposure)
-        in_bucket = self._bucket(tokens)
+        in_bucket = self._bucket(tokens, rows, completions, masked)
         if not in_bucket:
             return None
         for plan in in_bucket:
@@ -53,18 +62,20 @@ class PlanSet:
                 return plan
         return in_bucket[-1]
 
-    def highest(self, tokens: int) -> Plan | None:
-        """The plan of the highest exposure regime for rows of ``tokens`` tokens, None where no bucket holds them."""
-        in_bucket = self._bucket(tokens)
+    def highest(
+        self, tokens: int, rows: int = 1, *, completions: int | None = None, masked: bool | None = None
+    ) -> Plan | None:
+        """The plan of the highest exposure regime for such a microbatch, None where no bucket was planned for it."""
+        in_bucket = self._bucket(tokens, rows, completions, masked)
         return in_bucket[-1] if in_bucket else None
 
-    def _bucket(self, tokens: int) -> list[Plan]:
-        fitting = [bucket for bucket in self.buckets if bucket >= tokens]
-        if not fitting:
-            return []
-        return sorted(
-            (plan for plan in self.plans if plan.length_bucket == fitting[0]), key=lambda p: p.regime.exposure_high
-        )
+    def _bucket(self, tokens: int, rows: int, completions: int | None, masked: bool | None) -> list[Plan]:
+        """Plans of the smallest bucket that covers the microbatch, by exposure."""
+        for bucket in self.buckets:
+            plans = [plan for plan in self.plans if plan.length_bucket == bucket]
+            if all(plan.covers(rows, tokens, completions, masked) for plan in plans):
+                return sorted(plans, key=lambda plan: plan.regime.exposure_high)
+        return []
 
 
 def _refuse_mixed(first: Plan, plan: Plan) -> None:

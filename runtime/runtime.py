@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hilore.runtime.ambient import tensors_in
+from hilore.runtime.ambient import takes_mask, tensors_in
 from hilore.runtime.audit import AuditLog
 from hilore.runtime.bind import refuse_foreign_hooks, same_units
 from hilore.runtime.errors import FingerprintError, PlanSwitchError, UnsupportedModelError
@@ -162,25 +162,31 @@ class Runtime:
             self.reset()
         return result
 
-    def choose(self, exposure: float | None, tokens: int, rows: int) -> tuple[Choice, str]:
-        """The choice for one forward and, where no plan fits it, the reason why it falls back."""
+    def choose(
+        self,
+        exposure: float | None,
+        tokens: int,
+        rows: int,
+        *,
+        completions: int | None = None,
+        masked: bool | None = None,
+    ) -> tuple[Choice, str]:
+        """The choice for one forward and, where no plan was made for as much, the reason why it falls back.
+
+        ``completions``: loss columns of all rows; ``masked``: attention gets a mask [B, 1, T, T] (plan.Plan.covers).
+        """
         if self._fixed is not None:
             return self._choice(self._fixed, demoted=False), ""
-        highest = self.plans.highest(tokens)
-        fits = highest is not None and rows * tokens <= self._planned_tokens(highest)
-        if highest is None or not fits:
+        highest = self.plans.highest(tokens, rows, completions=completions, masked=masked)
+        if highest is None:
             self.stats.over_length += 1
             if self.stats.over_length == 1:
-                notice(
-                    f"A microbatch of {rows} x {tokens} tokens is larger than any plan was made for; it runs with "
-                    "every unit recomputed. Add its length to batch.length_buckets and solve again"
-                )
+                notice(self._why_not_covered(tokens, rows, completions))
             return Choice(None, {}, self.stats, demoted=False), "over_length"
         if exposure is None:
             return self._choice(highest, demoted=True), "no exposure given"
-        plan = self.plans.select(exposure, tokens)
-        if plan is None:
-            return Choice(None, {}, self.stats, demoted=False), "over_length"
+        plan = self.plans.select(exposure, tokens, rows, completions=completions, masked=masked)
+        assert plan is not None
         above = exposure > plan.regime.exposure_high
         self.stats.over_exposure += above
         if self.stats.audit.alarm:
@@ -235,9 +241,9 @@ class Runtime:
         rows, tokens = (hidden.shape[0], hidden.shape[1]) if hidden.dim() > 2 else (1, hidden.shape[0])
         microbatch = self._open[-1] if self._open else None
         if microbatch is not None:
-            self._forward = microbatch.resolve(tokens, rows)
+            self._forward = microbatch.resolve(tokens, rows, masked=takes_mask(inputs))
         else:
-            self._forward, _ = self.choose(None, tokens, rows)
+            self._forward, _ = self.choose(None, tokens, rows, masked=takes_mask(inputs))
         plan = self._forward.plan
         planned = plan.fingerprint.get("first_input_requires_grad") if plan is not None else None
         if (
@@ -265,10 +271,23 @@ class Runtime:
     def _choice(self, plan: Plan, demoted: bool) -> Choice:
         return Choice(plan, self._actions(plan), self.stats, demoted)
 
-    @staticmethod
-    def _planned_tokens(plan: Plan) -> int:
-        rows = plan.fingerprint.get("rows", 1)
-        return int(rows) * plan.length_bucket
+    def _why_not_covered(self, tokens: int, rows: int, completions: int | None) -> str:
+        replayed = "it runs with every unit recomputed"
+        if self.plans.highest(tokens, rows) is None:
+            return (
+                f"A microbatch of {rows} x {tokens} tokens is larger than any plan was made for; {replayed}. Add its "
+                "length to batch.length_buckets and solve again"
+            )
+        if self.plans.highest(tokens, rows, completions=completions) is None:
+            return (
+                f"A microbatch of {rows} x {tokens} tokens has {completions} loss columns, more than any plan for it "
+                f"was made for; {replayed}. Raise batch.response_tokens, then trace and solve again"
+            )
+        return (
+            f"A microbatch of {rows} x {tokens} tokens comes with an attention mask (padding, or several sequences in "
+            f"a row), and its plans were made without one; {replayed}. Trace with the batch.microbatch that trains "
+            "(one row alone has no padding), then solve again"
+        )
 
     def _refuse_switch(self) -> None:
         if self._forward is not None:

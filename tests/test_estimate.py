@@ -206,7 +206,7 @@ def test_one_capture_serves_all_length_buckets(monkeypatch: pytest.MonkeyPatch) 
     batch = "{microbatch: 1, prompt_tokens: 32, response_tokens: 32, length_buckets: [16, 64]}"
     both = tiny(batch=batch)
     assert len(captures) == 1
-    alone = tiny(batch="{microbatch: 1, prompt_tokens: 8, response_tokens: 8}")
+    alone = tiny(batch="{microbatch: 1, prompt_tokens: 1, response_tokens: 15}")
     assert [bucket.tokens for bucket in both.buckets] == [16, 64]
     assert both.buckets[0] == alone.buckets[0], (
         "liveness of the longest serves the shortest, bytes and times are its own"

@@ -32,8 +32,8 @@ def padding_is_outside(microbatch: Microbatch) -> bool:
     return torch.equal(microbatch.attention_mask == 0, microbatch.input_ids == 0)
 
 
-@pytest.mark.parametrize(("tokens", "response"), [(40, 30), (20, 15), (2, 1)])
-def test_shapes_follow_the_bucket_in_proportion(tokens: int, response: int) -> None:
+@pytest.mark.parametrize(("tokens", "response"), [(40, 30), (35, 30), (20, 19), (2, 1)])
+def test_a_bucket_holds_the_longest_response_that_fits_it(tokens: int, response: int) -> None:
     microbatch = synthetic_microbatch(spec_of(batch=WIDE), tokens)
     assert microbatch.input_ids.shape == microbatch.attention_mask.shape == (6, tokens)
     assert microbatch.completion_mask.shape == (6, response)
