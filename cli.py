@@ -6,29 +6,26 @@ Exit codes: 0 done, 1 a bug of ours, 2 usage or input file, 3 feasible but the g
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 try:
     import typer
 except ModuleNotFoundError as missing:
     raise SystemExit(f"hilore-plan needs {missing.name}: pip install 'hilore-plan[planner]'") from None
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from hilore import cli_views
+from hilore.cli_output import JsonOption, PlansArgument, TraceOption, complain, print_json, print_parts
 
+if TYPE_CHECKING:
     from hilore.planner.trace import Trace
 
 DEBUG = "HILORE_DEBUG"
-# Without a terminal (a pipe, a log) rich would fold tables to 80 columns.
-PIPE_WIDTH = 160
 EXTRAS = {
     **dict.fromkeys(("ortools", "networkx", "rich", "yaml"), "planner"),
     **dict.fromkeys(("transformers", "peft", "gguf", "safetensors"), "hf"),
@@ -44,9 +41,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-TraceOption = Annotated[str | None, typer.Option("--trace", metavar="FILE", help="Default: the newest trace here.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; messages of errors go to stderr, without a traceback."""
@@ -59,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of a pipe has seen enough; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        _complain("interrupted; files are as they were")
+        complain("interrupted; files are as they were")
         return 130
     except Exception as error:  # noqa: BLE001 - the last place before the user, who gets a line and an exit code
         return _report(error)
@@ -73,19 +67,15 @@ def _report(error: Exception) -> int:
     if os.environ.get(DEBUG):
         traceback.print_exception(error)
     if isinstance(error, HiloreError) and not isinstance(error, InternalError):
-        _complain(error.message)
+        complain(error.message)
         return error.exit_code
     if isinstance(error, ModuleNotFoundError):
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is not None:
-            _complain(f"this command needs {error.name}: pip install 'hilore-plan[{extra}]'")
+            complain(f"this command needs {error.name}: pip install 'hilore-plan[{extra}]'")
             return 2
-    _complain(f"internal error: {type(error).__name__}: {error} (set {DEBUG}=1 for the traceback)")
+    complain(f"internal error: {type(error).__name__}: {error} (set {DEBUG}=1 for the traceback)")
     return InternalError.exit_code
-
-
-def _complain(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 @app.command()
@@ -108,9 +98,9 @@ def trace(
         found = trace_spec(spec, progress)
     save_trace(found, path)
     if as_json:
-        _print_json(view.trace_json(found, path))
+        print_json(view.trace_json(found, path))
         return
-    _print(*view.trace_tables(found), *view.trace_lines(found), f"written: {path}", view.trace_last_line(found))
+    print_parts(*view.trace_tables(found), *view.trace_lines(found), f"written: {path}", view.trace_last_line(found))
 
 
 @app.command()
@@ -178,87 +168,16 @@ def solve(
     )
     written = write_plans(result, out)
     if as_json:
-        _print_json(view.solve_json(result, str(path), written, gap=gap_percent, limit_s=limit_s))
+        print_json(view.solve_json(result, str(path), written, gap=gap_percent, limit_s=limit_s))
     else:
         lines = view.solve_lines(result, str(path), written, gap=gap_percent, limit_s=limit_s)
-        _print(*view.solve_tables(result), *lines)
+        print_parts(*view.solve_tables(result), *lines)
     raise typer.Exit(result.exit_code)
 
 
 @app.command()
-def show(
-    plans: Annotated[list[str], typer.Argument(metavar="PLAN...", help="Plan files.")],
-    as_json: JsonOption = False,
-) -> None:
-    """What plans do, folded over regions that do the same."""
-    from hilore.planner import plan_view
-    from hilore.runtime.planfile import load_plan
-
-    loaded = [load_plan(path) for path in plans]
-    if as_json:
-        _print_json({"plans": [plan_view.plan_json(plan) for plan in loaded]})
-        return
-    for plan in loaded:
-        _print(*plan_view.plan_lines(plan), plan_view.plan_table(plan))
-
-
-@app.command()
-def explain(
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file.")],
-    unit: Annotated[str, typer.Argument(metavar="UNIT", help="As in the plan: model.layers.17.mlp.gate_proj")],
-    trace_path: TraceOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Why a unit is what it is: what binds, and the price of each alternative."""
-    from hilore.planner import explain as explaining
-    from hilore.planner.tracefile import load_trace, newest_trace
-    from hilore.runtime.planfile import load_plan
-
-    path = trace_path if trace_path is not None else newest_trace()
-    found = explaining.explain_unit(load_plan(plan), load_trace(path), unit)
-    if as_json:
-        _print_json(explaining.explanation_json(found))
-        return
-    _print(*explaining.explanation_lines(found), explaining.explanation_table(found))
-
-
-@app.command()
-def diff(
-    first: Annotated[str, typer.Argument(metavar="A", help="A plan file.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="The plan file to compare it with.")],
-    as_json: JsonOption = False,
-) -> None:
-    """What changed from one plan to another."""
-    from hilore.planner import plan_view
-    from hilore.runtime.planfile import load_plan
-
-    changed = plan_view.plan_differences(load_plan(first), load_plan(second))
-    if as_json:
-        _print_json({"first": first, "second": second, "changed": changed})
-        return
-    _print(*(changed or ["the two plans do the same"]))
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    plain = Console(markup=False, highlight=False)
-    return plain if plain.is_terminal else Console(markup=False, highlight=False, width=PIPE_WIDTH)
-
-
-def _print(*parts: str | Table) -> None:
-    console = _console()
-    for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str))
-
-
-def _print_json(data: dict[str, Any]) -> None:
-    print(json.dumps(data, allow_nan=False))
-
-
-@app.command()
 def verify(
-    plans: Annotated[list[str], typer.Argument(metavar="PLAN...", help="Plan files.")],
+    plans: PlansArgument,
     model: Annotated[
         str | None, typer.Option("--model", metavar="MODEL.YAML", help="The actor. Default: the one of the trace.")
     ] = None,
@@ -290,10 +209,14 @@ def verify(
     with progress_bar() as progress:
         checked = verify_plans(loaded, spec, trace=found, fake=fake, rounds=rounds, progress=progress)
     if as_json:
-        _print_json(plan_view.check_json(checked))
+        print_json(plan_view.check_json(checked))
     else:
-        _print(plan_view.check_table(checked), *plan_view.check_lines(checked))
+        print_parts(plan_view.check_table(checked), *plan_view.check_lines(checked))
     raise typer.Exit(checked.exit_code)
+
+
+for view in (cli_views.show, cli_views.explain, cli_views.diff):
+    app.command()(view)
 
 
 if __name__ == "__main__":

@@ -3,49 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
-
-from rich.table import Table
+from dataclasses import dataclass
+from typing import Literal
 
 from hilore.planner.budget import mib
 from hilore.planner.build import risk_limit
+from hilore.planner.composition import Composition, highest, plan_compositions
 from hilore.planner.configure import NEVER_LOSSY_KINDS
 from hilore.planner.emit import update_error
 from hilore.planner.liveness import dead_in_late_stage, running_units
+from hilore.planner.plantrace import bucket_of_plan
 from hilore.planner.problem import Verified
 from hilore.planner.regimes import plan_limit
+from hilore.planner.regionparts import planned_parts
+from hilore.planner.regiontimes import region_times
 from hilore.planner.spec_rules import close_match
-from hilore.planner.trace import Bucket, RegionClass, Trace, UnitTrace
+from hilore.planner.trace import Bucket, CodecCost, RegionClass, Trace, UnitTrace
 from hilore.planner.verify import verify_modes
-from hilore.planner.view import milliseconds
 from hilore.runtime.errors import HiloreError
 from hilore.runtime.plan import Plan, RegionPlan, UnitPlan
 
 Mode = Literal["H", "L", "R"]
 ModeAndCodec = tuple[Mode, str | None]
+Differences = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
     """The whole plan with one thing changed: ``change``, and by how much more (or less) it then takes.
 
-    ``refused`` is empty where the plan stays within budget and risk. ``risk``: predicted error, not a difference.
+    ``step_ns`` is the sum of ``times`` (nanoseconds by what takes them); ``event`` the event that would set the peak
+    (``demoted``: with the L units run as R), ``event_bytes`` what it would have more than now, the sum of ``parts``
+    (bytes by part); ``over_bytes`` by how much it would pass the budget (negative: room left). ``peak_bytes``: the new
+    peak less the present one, wherever they are. ``retained_bytes``: what the region keeps more from forward to
+    backward. ``refused`` is empty where the plan stays within budget and risk. ``risk``: predicted error, not a
+    difference. ``priced`` False: the trace cannot say what it costs, or it is not offered; figures are 0.
     """
 
     change: str
-    step_ns: int
-    peak_bytes: int
-    risk: float
     refused: str
+    priced: bool = False
+    step_ns: int = 0
+    times: Differences = ()
+    retained_bytes: int = 0
+    peak_bytes: int = 0
+    event: str = ""
+    demoted: bool = False
+    event_bytes: int = 0
+    parts: Differences = ()
+    over_bytes: int = 0
+    risk: float = 0.0
+    over_risk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One unit of one plan. ``run_ns``, ``output_bytes``: what R costs and what H keeps, of this unit alone.
+    """One unit of one plan. ``run_ns``, ``output_bytes``, ``rest_bytes``, ``codecs``: what R costs, what H keeps and
+    what L would keep and take, of this unit alone.
 
-    ``risk``: predicted error of an update under this plan; ``risk_limit`` None: no limit. ``hold_only``: why the
-    region can only be held.
+    ``risk``: predicted error of an update under this plan; ``risk_limit`` None: no limit. ``spare_bytes``: what the
+    budget leaves at the highest event, demoted or not. ``binds``: what keeps the faster alternatives out.
+    ``hold_only``: why the region can only be held.
     """
 
     unit: str
@@ -55,31 +73,53 @@ class Explanation:
     held: bool
     run_ns: int
     output_bytes: int
+    rest_bytes: int
+    codecs: tuple[CodecCost, ...]
     peak_event: str
     spare_bytes: int
     risk: float
     risk_limit: float | None
+    binds: str
     alternatives: tuple[Alternative, ...]
     hold_only: str = ""
 
 
-def explain_unit(plan: Plan, trace: Trace, unit_name: str) -> Explanation:
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A plan's regions with everything that was computed of them."""
+
+    regions: tuple[RegionPlan, ...]
+    verified: Verified
+    normal: tuple[Composition, ...]
+    demoted: tuple[Composition, ...]
+
+    @property
+    def at_demotion(self) -> bool:
+        """Whether the highest event is one with the L units run as R."""
+        return self.verified.demoted_peak_bytes > self.verified.peak_bytes
+
+    @property
+    def peak(self) -> Composition:
+        return highest(self.demoted if self.at_demotion else self.normal)
+
+
+def explain_unit(plan: Plan, trace: Trace, unit_name: str, *, trace_path: str = "the trace") -> Explanation:
     """Raises HiloreError where the plan has no such unit or the trace is not the plan's."""
-    bucket = _bucket(plan, trace)
+    bucket = bucket_of_plan(plan, trace, trace_path)
     at, index = _find(plan, unit_name)
     region = plan.regions[at]
     unit = region.units[index]
     region_class = bucket.classes[bucket.regions[at].class_index]
     traced = region_class.units[index]
-    now = _verified(plan, trace, bucket, plan.regions)
-    alternatives = []
+    now = _state(plan, trace, bucket, plan.regions)
     hold_only = bucket.regions[at].hold_only
+    alternatives = []
     for change, changed in () if hold_only else _changes(trace, region, index, region_class):
         if isinstance(changed, str):
-            alternatives.append(Alternative(change, 0, 0, 0.0, changed))
+            alternatives.append(Alternative(change, changed))
             continue
-        then = _verified(plan, trace, bucket, (*plan.regions[:at], changed, *plan.regions[at + 1 :]))
-        alternatives.append(_price(change, plan, trace, now, then))
+        then = _state(plan, trace, bucket, (*plan.regions[:at], changed, *plan.regions[at + 1 :]))
+        alternatives.append(_price(change, plan, trace, region_class, at, now, then))
     return Explanation(
         unit=unit.name,
         kind=traced.kind,
@@ -88,59 +128,15 @@ def explain_unit(plan: Plan, trace: Trace, unit_name: str) -> Explanation:
         held=region.hold,
         run_ns=traced.run_ns,
         output_bytes=traced.output_bytes,
-        peak_event=now.peak_event,
-        spare_bytes=plan.budget_bytes - now.peak_bytes,
-        risk=update_error(now.risk),
+        rest_bytes=traced.rest_bytes,
+        codecs=traced.codecs,
+        peak_event=now.peak.event,
+        spare_bytes=plan.budget_bytes - now.peak.live_bytes,
+        risk=update_error(now.verified.risk),
         risk_limit=plan_limit(plan),
+        binds=_binds(alternatives),
         alternatives=tuple(alternatives),
         hold_only=hold_only,
-    )
-
-
-def explanation_lines(found: Explanation) -> list[str]:
-    limit = "no limit (exposure 0)" if found.risk_limit is None else f"limit {found.risk_limit:.3%}"
-    mode = "held with its region" if found.held else found.mode + (", dead: no replay runs it" if found.dead else "")
-    only = [f"its region can only be held: {found.hold_only}"] if found.hold_only else []
-    return [
-        f"{found.unit} ({found.kind}): {mode}",
-        *only,
-        f"running it again takes {milliseconds(found.run_ns)} ms, keeping its output {mib(found.output_bytes)}",
-        f"memory: the peak is in the {found.peak_event}, {mib(found.spare_bytes)} under the budget",
-        f"risk: {found.risk:.3%}, {limit}",
-    ]
-
-
-def explanation_table(found: Explanation) -> Table:
-    table = Table(title="the same plan with one change", title_justify="left")
-    table.add_column("change")
-    for column in ("step ms", "peak MiB", "risk %"):
-        table.add_column(column, justify="right")
-    table.add_column("allowed")
-    for other in found.alternatives:
-        priced = other.refused == "" or other.step_ns or other.peak_bytes or other.risk
-        table.add_row(
-            other.change,
-            f"{other.step_ns / 1e6:+.3f}" if priced else "-",
-            f"{other.peak_bytes / 2**20:+.2f}" if priced else "-",
-            f"{other.risk:.3%}".removesuffix("%") if priced else "-",
-            f"no: {other.refused}" if other.refused else "yes",
-        )
-    return table
-
-
-def explanation_json(found: Explanation) -> dict[str, Any]:
-    return asdict(found)
-
-
-def _bucket(plan: Plan, trace: Trace) -> Bucket:
-    for bucket in trace.buckets:
-        if bucket.tokens == plan.length_bucket:
-            names = [region.name for region in bucket.regions]
-            if trace.name == plan.name and names == [region.name for region in plan.regions]:
-                return bucket
-    raise HiloreError(
-        f"{plan.path}: plan of {plan.name}, {plan.length_bucket} tokens, is not of the trace of {trace.name}; "
-        "name its trace with --trace"
     )
 
 
@@ -222,31 +218,72 @@ def _replayed(
     return RegionPlan(region.name, False, made, f"{region.name}.{region_class.split_at}" if split else None)
 
 
-def _verified(plan: Plan, trace: Trace, bucket: Bucket, regions: Sequence[RegionPlan]) -> Verified:
-    return verify_modes(trace, bucket, regions, risk_free=plan.regime.exposure_high == 0)
-
-
-def _price(change: str, plan: Plan, trace: Trace, now: Verified, then: Verified) -> Alternative:
-    refused = []
-    peak_bytes = max(then.peak_bytes, then.demoted_peak_bytes)
-    if peak_bytes > plan.budget_bytes:
-        where = f"in the {then.peak_event}" if peak_bytes == then.peak_bytes else "once its L units run as R"
-        refused.append(f"{mib(peak_bytes - plan.budget_bytes)} over the budget {where}")
-    limit = plan_limit(plan)
-    if limit is not None and then.risk > _risk_limit(plan, trace):
-        refused.append(f"risk over its limit of {limit:.3%}")
-    return Alternative(
-        change=change,
-        step_ns=then.step_ns - now.step_ns,
-        peak_bytes=then.peak_bytes - now.peak_bytes,
-        risk=update_error(then.risk),
-        refused="; ".join(refused),
+def _state(plan: Plan, trace: Trace, bucket: Bucket, regions: tuple[RegionPlan, ...]) -> _State:
+    return _State(
+        regions,
+        verify_modes(trace, bucket, regions, risk_free=plan.regime.exposure_high == 0),
+        plan_compositions(trace, bucket, regions),
+        plan_compositions(trace, bucket, regions, demoted=True),
     )
 
 
-def _risk_limit(plan: Plan, trace: Trace) -> int:
-    regime = plan.regime
-    return risk_limit(trace.calibration, delta=plan.delta, psi_high=regime.exposure_high, allowance=regime.allowance)
+def _price(
+    change: str, plan: Plan, trace: Trace, region_class: RegionClass, at: int, now: _State, then: _State
+) -> Alternative:
+    event, demoted = then.peak.event, then.at_demotion
+    before = next(found for found in (now.demoted if demoted else now.normal) if found.event == event)
+    over = then.peak.live_bytes - plan.budget_bytes
+    refused = []
+    if over > 0:
+        where = " once its L units run as R" if demoted else ""
+        refused.append(f"{mib(over)} over the budget in the {event}{where}")
+    psi_high, allowance = plan.regime.exposure_high, plan.regime.allowance
+    limit = risk_limit(trace.calibration, delta=plan.delta, psi_high=psi_high, allowance=allowance)
+    if then.verified.risk > limit:
+        refused.append(f"risk over its limit of {plan_limit(plan):.3%}")
+    times = [region_times(state.regions[at], region_class) for state in (now, then)]
+    retained = [sum(planned_parts(state.regions[at], region_class).retained.values()) for state in (now, then)]
+    return Alternative(
+        change=change,
+        refused="; ".join(refused),
+        priced=True,
+        step_ns=then.verified.step_ns - now.verified.step_ns,
+        times=_differences(times[0], times[1]),
+        retained_bytes=retained[1] - retained[0],
+        peak_bytes=then.verified.peak_bytes - now.verified.peak_bytes,
+        event=event,
+        demoted=demoted,
+        event_bytes=then.peak.live_bytes - before.live_bytes,
+        parts=_differences(dict(before.parts), dict(then.peak.parts)),
+        over_bytes=over,
+        risk=update_error(then.verified.risk),
+        over_risk=then.verified.risk > limit,
+    )
+
+
+def _differences(before: dict[str, int], after: dict[str, int]) -> Differences:
+    names = dict.fromkeys((*before, *after))
+    found = ((name, after.get(name, 0) - before.get(name, 0)) for name in names)
+    return tuple((name, size) for name, size in found if size)
+
+
+def _binds(alternatives: Sequence[Alternative]) -> str:
+    """What keeps the faster alternatives out, in one sentence."""
+    faster = [other for other in alternatives if other.priced and other.step_ns < 0]
+    if not faster:
+        return "nothing: no change here would be faster"
+    allowed = [other for other in faster if not other.refused]
+    if allowed:
+        best = min(allowed, key=lambda other: other.step_ns)
+        return f"nothing here: {best.change} fits and would be {-best.step_ns:,} ns faster, within the solver's gap"
+    rows: dict[str, list[str]] = {}
+    for other in faster:
+        if other.over_bytes > 0:
+            row = f"memory in the {other.event}" + (" once L units run as R" if other.demoted else "")
+            rows.setdefault(row, []).append(f"{other.change} ({mib(other.over_bytes)} more)")
+        if other.over_risk:
+            rows.setdefault("risk", []).append(other.change)
+    return "; ".join(f"{row} keeps out {', '.join(changes)}" for row, changes in rows.items())
 
 
 def _mode(unit: UnitPlan) -> str:

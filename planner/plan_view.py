@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from hilore.planner.budget import MIB, mib
+from hilore.planner.composition_view import composition_json, composition_table
+from hilore.planner.peaks import PlanPeaks
 from hilore.planner.view import fold, milliseconds
 from hilore.runtime.plan import Plan, RegionPlan, UnitPlan
 
@@ -54,8 +56,19 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """What `show --json` prints of one plan."""
+def peak_parts(peaks: PlanPeaks | str) -> list[str | Table]:
+    """What the peak is made of, beside GC's and No-GC's; or why that is not known."""
+    if isinstance(peaks, str):
+        return [f"what the peak is made of is in the trace: {peaks}"]
+    columns = {"plan": peaks.plan, "GC": peaks.gc, "No-GC": peaks.no_gc}
+    if peaks.demoted is not None:
+        columns["L units run as R"] = peaks.demoted
+    return [composition_table(columns)]
+
+
+def plan_json(plan: Plan, peaks: PlanPeaks | str) -> dict[str, Any]:
+    """What `show --json` prints of one plan; ``peak_parts`` is null where no trace says what the peak is made of."""
+    made_of = {"peak_parts": None, "peak_parts_unknown": peaks} if isinstance(peaks, str) else _peaks_json(peaks)
     return {
         "path": plan.path,
         "name": plan.name,
@@ -80,6 +93,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             {"regions": fold([region.name for region in regions]), "count": len(regions), **_modes(regions[0])}
             for regions in (list(group) for _, group in groupby(plan.regions, key=_signature))
         ],
+        **made_of,
     }
 
 
@@ -119,6 +133,15 @@ def check_lines(found: Verification) -> list[str]:
 def check_json(found: Verification) -> dict[str, Any]:
     """What `verify --json` prints."""
     return {"fake": found.fake, "checks": [asdict(check) for check in found.checks], "breaches": list(found.breaches)}
+
+
+def _peaks_json(peaks: PlanPeaks) -> dict[str, Any]:
+    return {
+        "peak_parts": composition_json(peaks.plan),
+        "gc_peak_parts": composition_json(peaks.gc),
+        "no_gc_peak_parts": composition_json(peaks.no_gc),
+        "demoted_peak_parts": None if peaks.demoted is None else composition_json(peaks.demoted),
+    }
 
 
 def gain_over_gc(plan: Plan) -> float:

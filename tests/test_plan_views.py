@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hilore.cli import main
+from hilore.planner.composition import plan_compositions
 from hilore.planner.configure import replayed_units
 from hilore.planner.explain import explain_unit
 from hilore.planner.plan_view import plan_differences
@@ -120,6 +122,59 @@ def test_show_folds_equal_regions(
     assert len(rows) == 3
 
 
+def test_show_says_what_the_peak_is_made_of(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = mixed(trace)
+    save_plan(plan, "a.json")
+    save_trace(trace, "qwen-like.trace.json")
+    # Another actor's trace is newer; the plan's own has its name.
+    save_trace(replace(trace, name="other"), "other.trace.json")
+    assert main(["show", "a.json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[lines.index(next(line for line in lines if line.startswith("what the peak is made of"))) :]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table if "│" in line]
+    sizes = {row[0]: int(row[1].replace(",", "")) for row in rows if row[1] not in ("-", "")}
+    total = sizes.pop("sum: the peak")
+    assert total == sum(sizes.values()) == plan.predicted.peak_bytes
+    gc_peak, no_gc_peak = reference_peaks(trace)
+    assert rows[-1][2:] == [f"{peak / MIB:,.2f}" for peak in (total, gc_peak, no_gc_peak)]
+
+    assert main(["show", "a.json", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["plans"][0]
+    assert shown["peak_parts"]["parts"] == sizes
+    assert shown["peak_parts"]["event"] == plan.predicted.peak_event
+    assert sum(shown["gc_peak_parts"]["parts"].values()) == shown["gc_peak_parts"]["bytes"] == gc_peak
+    assert sum(shown["no_gc_peak_parts"]["parts"].values()) == no_gc_peak
+
+
+def test_show_without_a_trace_of_the_plan_says_so(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = mixed(trace)
+    save_plan(plan, "a.json")
+    unknown = "what the peak is made of is in the trace: "
+    assert main(["show", "a.json"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"{unknown}no *.trace.json in this folder; make one with: hilore-plan trace model.yaml"
+    save_trace(replace(trace, fixed=replace(trace.fixed, other_bytes=1)), "qwen-like.trace.json")
+    assert main(["show", "a.json", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["plans"][0]
+    peak = plan.predicted.peak_bytes
+    assert shown["peak_parts"] is None
+    assert shown["peak_parts_unknown"] == (
+        f"a.json: predicts a peak of {peak:,} bytes, but its modes take {peak + 1:,} bytes in qwen-like.trace.json: it "
+        "was solved from another trace; name that with --trace, or solve again"
+    )
+    assert main(["show", "a.json", "--trace", "qwen-like.trace.json"]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", shown["peak_parts_unknown"] + "\n")
+    assert main(["show", "a.json", "--trace", "none.json"]) == 2
+    assert capsys.readouterr().err == "none.json: no such file; make it with: hilore-plan trace model.yaml\n"
+
+
 def test_show_json(
     trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,6 +253,25 @@ def test_explain_prices_each_alternative_against_the_verifier(trace: Trace) -> N
     assert priced["unit at H"].step_ns == then.step_ns - now.step_ns < 0
     assert priced["unit at H"].peak_bytes == then.peak_bytes - now.peak_bytes > 0
     assert priced["unit at H"].refused == ""
+    assert found.binds.startswith("nothing here: region held fits and would be ")
+    for change, region in (
+        ("unit at H", other.regions[1]),
+        ("region held", region_plan(trace, "model.layers.1", HELD)),
+    ):
+        changed = (plan.regions[0], region, *plan.regions[2:])
+        new = verify_modes(trace, trace.buckets[0], changed)
+        price = priced[change]
+        assert sum(size for _, size in price.times) == price.step_ns == new.step_ns - now.step_ns
+        assert (price.event, price.over_bytes) == (new.peak_event, new.peak_bytes - plan.budget_bytes)
+        before = {event.event: event for event in plan_compositions(trace, trace.buckets[0], plan.regions)}
+        assert (
+            sum(size for _, size in price.parts) == price.event_bytes == new.peak_bytes - before[price.event].live_bytes
+        )
+    gate = next(unit for unit in trace.buckets[0].classes[0].units if unit.name == GATE)
+    codec = gate.codecs[0]
+    assert dict(priced["unit at H"].times) == {f"{GATE} encoded": -codec.encode_ns, f"{GATE} decoded": -codec.decode_ns}
+    assert priced["unit at H"].retained_bytes == gate.output_bytes - codec.payload_bytes
+    assert dict(priced["unit at R"].times)[f"{GATE} runs"] == gate.run_ns
     assert priced["unit at R"].step_ns > 0
     assert "risk over its limit" in priced["unit at L (int4-g64)"].refused
 
@@ -208,6 +282,11 @@ def test_explain_says_what_binds(trace: Trace) -> None:
     assert found.spare_bytes == 0
     refused = next(other.refused for other in found.alternatives if other.change == "unit at H")
     assert refused.endswith(f"MiB over the budget in the {found.peak_event}")
+    assert f"memory in the {found.peak_event} keeps out unit at H (" in found.binds
+    strict = explain_unit(
+        replace(plan, delta=found.risk / plan.delta_star * (1 + 1e-9)), trace, f"model.layers.3.{GATE}"
+    )
+    assert "; risk keeps out unit at L (int8-g128), unit at L (int4-g64)" in strict.binds
 
 
 def test_explain_a_held_and_a_dead_unit(trace: Trace) -> None:
@@ -264,5 +343,10 @@ def test_explain_on_the_command_line(
     assert main(["explain", "a.json", f"model.layers.1.{GATE}"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"model.layers.1.{GATE} (gate): L (int8-g128)\n")
+    sums = [line for line in out.splitlines() if line.startswith("unit at ") and ": " in line]
+    assert len(sums) == 2 * 3
+    for line in sums:
+        total, *terms = re.findall(r"[+-][0-9,]+", line)
+        assert int(total.replace(",", "")) == sum(int(term.replace(",", "")) for term in terms)
     assert main(["explain", "a.json", f"model.layers.1.{GATE}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mode"] == "L (int8-g128)"

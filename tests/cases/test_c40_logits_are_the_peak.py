@@ -62,6 +62,8 @@ def test_logits_of_qwen_are_593_mib_and_the_head_holds_three_of_them() -> None:
     hidden = (1 + RESPONSE) * 2048 * 2
     rest = found.head_bytes - (3 * LOGITS + row)
     assert 0 <= rest <= 4 * hidden, "log-probabilities, their gradient and the logits' gradient are alive at once"
+    largest = sum(tensors.count * tensors.each_bytes for tensors in found.parts.head_largest)
+    assert 3 * LOGITS <= largest <= 3 * LOGITS + 3 * row, "what `show` calls logits and their copies"
     assert found.head_left_bytes < 2 * hidden, "when the last region's backward begins, they are gone"
 
 
