@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hilore.planner.actor import Actor, build_actor
-from hilore.planner.calibrate import KindError, in_float32, measure_kinds
+from hilore.planner.kind_errors import KindError, in_float32, measure_kinds
 from hilore.planner.generate import generate_rollouts
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.prior import ERRORS

@@ -1,123 +1,295 @@
-"""Risk measured on the actor itself with the runtime as instrument: what compressing one kind of unit costs.
+"""Risk and exposure measured on the actor itself, with the runtime as instrument: a Trace with its Calibration.
 
-Float32 compute on the actor's own weights (a live lora_B, since a zero one hides most of the gradient) and a synthetic
-microbatch of the longest bucket. For every kind and codec all layers' units of that kind are at L, the others kept
-exactly or recomputed from what is decoded; the worse of the two counts. The spread over layers and the margin
-are the prior's (planner/prior.py). One microbatch carries no confidence: plans still say ``calibrated: false``.
+Float32 compute on the actor's own weights (with a live lora_B, since a zero one hides most of the gradient). On every
+microbatch the exact gradient and those of a few random plans are taken, other plans on each; from all of them together
+kappa2 of every unit, codec and context is fitted (planner/calibration_fit.py). Then every microbatch runs under the
+same few further plans, random ones and plans that the solver makes of the fit, and the bound on what an update's error
+may be above the fitted one is taken over updates resampled from the microbatches (planner/calibration_bound.py).
+
+Passes per microbatch: an exact one for each of the two parts, ``fit_passes`` and SCORED_PLANS, and on the first one
+four controls (both layouts in both precisions): fewer than MOST_PASSES whatever the number of units and codecs.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
-from hilore.planner.actor import Actor, build_actor, microbatch_of, policy_loss
-from hilore.planner.handmade import handmade_plan
-from hilore.planner.microbatch import Microbatch
-from hilore.planner.prior import calibration_from_errors
+from hilore.planner.actor import Actor, build_actor, with_reference
+from hilore.planner.calibration_bound import Bound, ScoredPlan, bound_errors, cross_fitted, folds_of
+from hilore.planner.calibration_fit import Observation, RiskModel, fit
+from hilore.planner.calibration_measure import MOST_PASSES, Measuring, digest, fit_passes, layout_noise, seed_of
+from hilore.planner.calibration_plans import every_lossy_unit, lossy_units, random_plans
+from hilore.planner.calibration_sources import Recording, generate_file, is_null, recorded, synthetic
+from hilore.planner.calibration_state import CalibrationState
+from hilore.planner.emit import InfeasibleError, NoPlanError, solve_trace
+from hilore.planner.gradient_error import Instrument
+from hilore.planner.regimes import edges_and_frequencies
+from hilore.planner.repeatable import unrepeatable_regions
+from hilore.planner.spec import spec_as_dict
 from hilore.planner.spec_types import ModelSpec
-from hilore.planner.trace import Calibration, Trace, UnitTrace
-from hilore.runtime.attach import attach
-from hilore.runtime.errors import HiloreWarning, UnsupportedModelError
+from hilore.planner.stepping import float32_twin
+from hilore.planner.trace import Calibration, ExposureSample, Trace, UnitRisk
+from hilore.planner.updates import MeasuredMicrobatch
+from hilore.planner.verify import reference_peaks
+from hilore.runtime.errors import HiloreError, UnsupportedModelError
+from hilore.runtime.exposure import LOG_MOVE
+from hilore.runtime.plan import Plan
+
+__all__ = ["MOST_PASSES", "calibrate_trace", "fit_passes", "refuse_calibration"]
 
 Progress = Callable[[str, int, int], None]
 
-# The same actor in float32: what a plan's fingerprint then disagrees about.
-FLOAT32_DIFFERS = ("parameter_dtypes", "adapter", "trainable_set")
-
-
-@dataclass(frozen=True, slots=True)
-class KindError:
-    """Relative L2 errors in percent, with the other units at H (``kept``) and at R (``recomputed``)."""
-
-    kind: str
-    codec: str
-    kept_percent: float
-    recomputed_percent: float
-
-
-def calibrate_synthetic(spec: ModelSpec, trace: Trace, progress: Progress, *, seed: int = 0) -> Calibration:
-    """The trace's calibration from errors measured on a synthetic microbatch of this actor."""
-    actor = build_actor(in_float32(spec), device=torch.device(spec.device.kind), live_adapters=True, seed=seed)
-    microbatch = microbatch_of(actor, trace.buckets[-1].tokens, seed=seed)
-    pairs = offered_pairs(trace)
-    errors: dict[str, dict[str, float]] = {}
-    for found in measure_kinds(actor, microbatch, trace, pairs, progress):
-        errors.setdefault(found.kind, {})[found.codec] = max(found.kept_percent, found.recomputed_percent)
-    return calibration_from_errors(spec, trace.buckets[-1], errors, source="synthetic")
+# Where the solver's own plans come from: (share of the way from GC's peak to No-GC's, delta).
+OWN_PLANS = ((0.15, 1.0), (0.4, 2.0))
+SCORED_PLANS = 2 + len(OWN_PLANS)
+OWN_TIME_LIMIT_S = 60.0
+OWN_GAP_PERCENT = 1.0
+# What the interaction factor is taken to be before it is measured.
+EXPECTED_INTERACTION = 1.1
+KAPPA_DIGITS = 6
+NOTE = "calibration: "
 
 
 def refuse_calibration(spec: ModelSpec, *, estimated: bool) -> None:
-    """Raise UnsupportedModelError for a ``calibration.source`` that this trace cannot carry out."""
+    """Raise UnsupportedModelError for a ``calibration.source`` that cannot be carried out on this machine."""
     source = spec.calibration.source
-    if source in ("rollouts", "generate"):
+    if source != "prior" and estimated:
         raise UnsupportedModelError(
-            f"calibration.source: {source} is not measured by this version; use `source: synthetic` (one synthetic "
-            "microbatch of this actor) or `source: prior`",
-            unit="calibration.source",
-        )
-    if source == "synthetic" and estimated:
-        raise UnsupportedModelError(
-            "calibration.source: synthetic runs the actor, and its device is not here; use `source: prior`, or trace "
+            f"calibration.source: {source} runs the actor, and its device is not here; use `source: prior`, or trace "
             "on the machine that will train",
             unit="calibration.source",
         )
 
 
-def measure_kinds(
-    actor: Actor, microbatch: Microbatch, trace: Trace, pairs: tuple[tuple[str, str], ...], progress: Progress
-) -> Iterator[KindError]:
-    """The gradient error of each pair of unit kind and codec on one microbatch."""
-    exact = gradient(actor, microbatch)
-    for done, (kind, codec) in enumerate(pairs):
-        progress(f"risk: {kind} {codec}", done, len(pairs))
-        kept, recomputed = (_error(actor, microbatch, trace, kind, codec, others, exact) for others in "HR")
-        yield KindError(kind, codec, kept, recomputed)
-    progress("risk", len(pairs), len(pairs))
+def calibrate_trace(
+    spec: ModelSpec,
+    trace: Trace,
+    progress: Progress | None = None,
+    *,
+    rollouts: Path | None = None,
+    state: Path | None = None,
+    seed: int = 0,
+) -> Trace:
+    """The trace with risk and exposure measured as ``spec.calibration`` says.
 
-
-def offered_pairs(trace: Trace) -> tuple[tuple[str, str], ...]:
-    """Every pair of unit kind and codec that the trace offers, sorted."""
-    classes = trace.buckets[-1].classes
-    return tuple(sorted({(unit.kind, cost.codec) for c in classes for unit in c.units for cost in unit.codecs}))
-
-
-def in_float32(spec: ModelSpec) -> ModelSpec:
-    """The same actor with float32 weights, adapters and compute."""
-    precision = replace(spec.precision, params="float32", compute="float32", autocast=False)
-    adapter = replace(spec.adapter, dtype="float32" if spec.adapter.dtype else "")
-    return replace(spec, precision=precision, adapter=adapter)
-
-
-def gradient(actor: Actor, microbatch: Microbatch) -> torch.Tensor:
-    """All trainable gradients of one microbatch, flat, float64."""
-    actor.model.zero_grad(set_to_none=True)
-    policy_loss(actor, microbatch).backward()  # type: ignore[no-untyped-call]
-    parts = [p.grad.flatten().double() for p in actor.model.parameters() if p.grad is not None]
-    actor.model.zero_grad(set_to_none=True)
-    return torch.cat(parts)
-
-
-def _error(
-    actor: Actor, microbatch: Microbatch, trace: Trace, kind: str, codec: str, others: str, exact: torch.Tensor
-) -> float:
-    """Percent of the exact gradient's norm."""
-
-    def mode_of(_region: str, unit: UnitTrace) -> str:
-        if unit.kind == kind and codec in {cost.codec for cost in unit.codecs}:
-            return codec
-        return others if unit.keepable else "R"
-
-    with warnings.catch_warnings():
-        # That the weights are float32 here is the point of it.
-        warnings.simplefilter("ignore", HiloreWarning)
-        runtime = attach(actor.model, [handmade_plan(trace, mode_of)], accept=FLOAT32_DIFFERS)
+    ``rollouts``: the file to read (source rollouts; by default ``calibration.path``), or to write and read (source
+    generate: one that is there is only read). ``state``: where measurements are kept until all are there, so that an
+    interrupted calibration goes on from them; the same seed gives the same trace either way. Raises HiloreError where
+    spec and trace are not of one actor, RolloutFileError, ConfidenceError, CalibrationStateError,
+    UnsupportedModelError, SourceError.
+    """
+    tell = progress or (lambda _label, _done, _total: None)
+    refuse_calibration(spec, estimated=trace.estimated)
+    _refuse_another_actor(spec, trace)
+    native = build_actor(spec, device=torch.device(spec.device.kind), live_adapters=True, seed=seed)
+    recording = _recording(native, trace, rollouts, tell, seed)
+    store = CalibrationState(state, _identity(spec, trace, recording, seed))
+    run = _Run(trace, native, recording, store, seed, tell)
+    del native
+    done = False
     try:
-        runtime.use(runtime.plans.plans[0])
-        found = gradient(actor, microbatch)
+        calibrated = run.calibrate()
+        done = True
     finally:
-        runtime.detach()
-    return 100 * float((found - exact).norm() / exact.norm())
+        store.close(done=done)
+    return calibrated
+
+
+def _identity(spec: ModelSpec, trace: Trace, recording: Recording, seed: int) -> dict[str, object]:
+    """What must be the same for measurements to be used again."""
+    return {
+        "trace": digest(asdict(trace) | {"calibration": None, "notes": None, "spec": None}),
+        "model.yaml": digest(spec_as_dict(spec) | {"defaults_taken": None}),
+        "rollouts": recording.digest,
+        "seed": seed,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _recording(actor: Actor, trace: Trace, rollouts: Path | None, tell: Progress, seed: int) -> Recording:
+    source = actor.spec.calibration.source
+    if source == "synthetic":
+        return synthetic(actor, trace.buckets[-1].tokens, seed=seed)
+    if source == "prior":
+        raise UnsupportedModelError(
+            "calibration.source: prior measures nothing; give --rollouts FILE, or set calibration.source to rollouts, "
+            "generate or synthetic",
+            unit="calibration.source",
+        )
+    path = rollouts or actor.spec.beside(actor.spec.calibration.path or f"{actor.spec.name}.rollouts.jsonl")
+    if source == "generate" and not path.exists():
+        generate_file(actor, path, tell, seed=seed)
+    return recorded(actor, path)
+
+
+class _Run:
+    """One calibration, step by step."""
+
+    def __init__(
+        self, trace: Trace, native: Actor, recording: Recording, store: CalibrationState, seed: int, tell: Progress
+    ) -> None:
+        self.spec = native.spec
+        self._trace = trace
+        self._store = store
+        self._seed = seed
+        self._tell = tell
+        self._native = native
+        self._batches = tuple(with_reference(native, batch) for batch in recording.microbatches)
+        self._exposed = [place for place, batch in enumerate(self._batches) if not is_null(self.spec.loss, batch)]
+        self._first = self._batches[self._exposed[0]]
+
+    def calibrate(self) -> Trace:
+        """Everything in order; the native actor goes once its float32 twin takes over."""
+        reasons = self._hold_only()
+        native_noise = self._noise("native", self._native)
+        twin = float32_twin(self._native)
+        del self._native
+        with Instrument(twin, [region.name for region in self._trace.buckets[-1].regions], seed=self._seed) as runs:
+            args = (self._trace, self._batches, self._exposed, self._store, self._seed, self._tell)
+            measuring = Measuring(runs, *args)
+            observations = measuring.observations()
+            model = fit(observations, self._regions)
+            plans = self._scored_plans(model)
+            measured = measuring.scored(plans)
+        bound = self._bound(measured, plans, observations)
+        calibration = replace(
+            self._calibration(model, bound, [found.psi for found in measured]),
+            noise_floor=self._noise("float32", twin),
+            native_noise=native_noise,
+        )
+        notes = [f"{name} can only be held: {reason}" for name, reason in reasons.items()]
+        notes += _move_notes(*measuring.largest_log_move)
+        kept = [note for note in self._trace.notes if not note.startswith(NOTE)]
+        return replace(
+            self._trace,
+            spec=spec_as_dict(self.spec),
+            calibration=calibration,
+            notes=(*kept, *(NOTE + note for note in notes)),
+        )
+
+    @property
+    def _regions(self) -> int:
+        return len(self._trace.buckets[-1].regions)
+
+    def _hold_only(self) -> dict[str, str]:
+        """Regions that may not be replayed; from then on the trace says so."""
+        reasons: dict[str, str] | None = self._store.get("hold_only")
+        if reasons is None:
+            self._tell("run every region twice", 0, 1)
+            names = [region.name for region in self._trace.buckets[-1].regions]
+            reasons = unrepeatable_regions(self._native, self._first, names)
+            self._store.put("hold_only", reasons)
+        self._trace = _held_only(self._trace, reasons)
+        return reasons
+
+    def _noise(self, name: str, actor: Actor) -> float | None:
+        found = self._store.get(f"noise-{name}")
+        if found is None:
+            found = self._store.put(f"noise-{name}", {"error": layout_noise(actor, self._first, self._seed)})
+        error: float | None = found["error"]
+        return error
+
+    def _scored_plans(self, model: RiskModel) -> tuple[Plan, ...]:
+        """Plans that are not among those of the fit: the solver's own, and random ones."""
+        own = [plan for part, delta in OWN_PLANS for plan in self._own_plan(model, part, delta)]
+        count, seed = SCORED_PLANS - len(own), seed_of(self._seed, len(self._batches))
+        return (*own, *random_plans(self._trace, count, model.kappa2, seed=seed, name="scored"))
+
+    def _own_plan(self, model: RiskModel, part: float, delta: float) -> tuple[Plan, ...]:
+        """The solver's plan at a budget and delta; none where it has nothing at L."""
+        low, high = reference_peaks(self._trace)
+        assumed = self._calibration(model, Bound(EXPECTED_INTERACTION, 1.0, ()), [1.0])
+        try:
+            solved = solve_trace(
+                replace(self._trace, calibration=assumed),
+                budget_bytes=int(low + part * (high - low)),
+                delta=delta,
+                time_limit_s=OWN_TIME_LIMIT_S,
+                gap_percent=OWN_GAP_PERCENT,
+            )
+        except (InfeasibleError, NoPlanError):
+            # Regions that can only be held may take more than this budget; random plans stand in.
+            return ()
+        plan = next(plan for plan in solved.plans if plan.regime.label == "high")
+        return (plan,) if plan.count("L") else ()
+
+    def _bound(
+        self, measured: Sequence[MeasuredMicrobatch], plans: Sequence[Plan], observations: Sequence[Observation]
+    ) -> Bound:
+        if not plans:
+            samples = tuple(ExposureSample(found.psi, found.gradient.square, 1.0) for found in measured)
+            return Bound(1.0, 1.0, samples)
+        bucket, folds = self._trace.buckets[-1], folds_of(self._exposed)
+        return bound_errors(
+            measured,
+            [ScoredPlan(row, lossy_units(bucket, plan.regions)) for row, plan in enumerate(plans)],
+            cross_fitted(observations, self._regions, folds),
+            folds,
+            loss_kind=self.spec.loss.kind,
+            accumulation=self.spec.batch.accumulation,
+            confidence=self.spec.calibration.confidence,
+        )
+
+    def _calibration(self, model: RiskModel, bound: Bound, exposures: Sequence[float]) -> Calibration:
+        edges, frequencies = edges_and_frequencies(exposures)
+        source = self.spec.calibration.source
+        bucket = self._trace.buckets[-1]
+        return Calibration(
+            calibrated=source in ("rollouts", "generate"),
+            source=source,
+            delta_star=self.spec.calibration.reference_error,
+            confidence=self.spec.calibration.confidence,
+            psi_reference=math.sqrt(sum(psi**2 for psi in exposures) / len(exposures)),
+            psi_edges=edges,
+            frequencies=frequencies,
+            interaction=bound.interaction,
+            risks=tuple(
+                UnitRisk(
+                    region=bucket.regions[item.place].name,
+                    unit=item.unit,
+                    codec=item.codec,
+                    kappa2=float(f"{model.kappa2(item):.{KAPPA_DIGITS}g}"),
+                    tainted=item.tainted,
+                )
+                for item in every_lossy_unit(bucket)
+            ),
+            mean_interaction=bound.mean,
+            samples=bound.samples,
+        )
+
+
+def _move_notes(log_move: float, place: int) -> list[str]:
+    if log_move <= LOG_MOVE:
+        return []
+    return [
+        f"microbatch {place + 1}: the recorded old log-probs lie {log_move:.2f} nats from this actor's (median); "
+        "another policy made them, so that clipping, and exposures with it, are not those of training"
+    ]
+
+
+def _held_only(trace: Trace, reasons: dict[str, str]) -> Trace:
+    return replace(
+        trace,
+        buckets=tuple(
+            replace(
+                bucket,
+                regions=tuple(replace(region, hold_only=reasons.get(region.name, "")) for region in bucket.regions),
+            )
+            for bucket in trace.buckets
+        ),
+    )
+
+
+def _refuse_another_actor(spec: ModelSpec, trace: Trace) -> None:
+    mine, its = spec_as_dict(spec), trace.spec
+    differs = [key for key in mine if key not in ("calibration", "defaults_taken") and mine[key] != its.get(key)]
+    if differs:
+        raise HiloreError(
+            f"{spec.path}: {differs[0]} is not that of the trace of {trace.name} ({mine[differs[0]]} against "
+            f"{its.get(differs[0])}); trace again with: hilore-plan trace {spec.path}"
+        )

@@ -31,7 +31,7 @@ def handmade_plan(
     regions = []
     for region in bucket.regions:
         units = bucket.classes[region.class_index].units
-        if held(region.name):
+        if region.hold_only or held(region.name):
             plans = tuple(UnitPlan(f"{region.name}.{u.name}", "H", None, False, False) for u in units)
             regions.append(RegionPlan(region.name, True, plans))
             continue

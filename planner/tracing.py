@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hilore.planner.actor import Actor, build_actor, microbatch_of, policy_loss
-from hilore.planner.calibrate import calibrate_synthetic, refuse_calibration
+from hilore.planner.calibrate import calibrate_trace, refuse_calibration
 from hilore.planner.capture import Capture, capture
 from hilore.planner.classtrace import Progress, Setting, trace_class
 from hilore.planner.estimate import Bench, Target, bench_for, kernels, target_of
@@ -72,9 +72,7 @@ def trace_spec(spec: ModelSpec, progress: Progress | None = None) -> Trace:
         versions={k: v for k, v in model_fingerprint(fake.model).items() if k.endswith("_patch")},
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
-    if spec.calibration.source == "synthetic":
-        trace = replace(trace, calibration=calibrate_synthetic(spec, trace, run.tell))
-    return trace
+    return trace if spec.calibration.source == "prior" else calibrate_trace(spec, trace, run.tell)
 
 
 @dataclass(frozen=True, slots=True)

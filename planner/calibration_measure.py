@@ -1,0 +1,155 @@
+"""The runs of a calibration: which microbatch runs under which plan, each result kept in the state as it comes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hilore.planner.actor import Actor
+from hilore.planner.calibration_fit import Observation, expected_model
+from hilore.planner.calibration_plans import lossy_units, random_plans
+from hilore.planner.calibration_state import CalibrationState, sketch_as_json, sketch_from_json
+from hilore.planner.gradient_error import Backward, Instrument, backward
+from hilore.planner.microbatch import Microbatch
+from hilore.planner.sketch import Sketch
+from hilore.planner.stepping import draws_random, reshuffled
+from hilore.planner.trace import Trace
+from hilore.planner.updates import MeasuredMicrobatch
+from hilore.runtime.plan import Plan
+
+Progress = Callable[[str, int, int], None]
+
+MOST_PASSES = 64
+# Random plans for the fit, all microbatches together, and bounds on how many of them one microbatch gets.
+FIT_PLANS = 160
+FIT_PASSES = (6, 40)
+
+
+def fit_passes(microbatches: int) -> int:
+    """Random plans that each microbatch runs for the fit."""
+    least, most = FIT_PASSES
+    return min(max(math.ceil(FIT_PLANS / microbatches), least), most)
+
+
+class Measuring:
+    """``exposed``: the places of the microbatches whose exposure is above 0; the others need no run."""
+
+    def __init__(
+        self,
+        instrument: Instrument,
+        trace: Trace,
+        batches: Sequence[Microbatch],
+        exposed: Sequence[int],
+        store: CalibrationState,
+        seed: int,
+        tell: Progress,
+    ) -> None:
+        self.trace = trace
+        self.batches = batches
+        self.exposed = exposed
+        self.instrument = instrument
+        self.largest_log_move = (0.0, 0)
+        self._store = store
+        self._seed = seed
+        self._tell = tell
+
+    def observations(self) -> list[Observation]:
+        """Random plans on every microbatch, each its own."""
+        bucket = self.trace.buckets[-1]
+        count, expected = fit_passes(len(self.exposed)), expected_model(len(bucket.regions)).kappa2
+        found = []
+        for done, place in enumerate(self.exposed):
+            name = f"fit-{place}"
+            plans = random_plans(self.trace, count, expected, seed=seed_of(self._seed, place), name=name)
+            exact = _Exact(self.instrument, self.batches[place])
+            for row, plan in enumerate(plans):
+                self._tell("calibrate: random plans", done * count + row, len(self.exposed) * count)
+                squared = self._store.get(plan.name)
+                if squared is None:
+                    squared = self._store.put(plan.name, exact.squared_error(plan))
+                found.append(Observation(place, lossy_units(bucket, plan.regions), squared))
+        return found
+
+    def scored(self, plans: Sequence[Plan]) -> list[MeasuredMicrobatch]:
+        """Every microbatch under every plan, in the order of the file; those of exposure 0 without a run."""
+        keys = [digest([asdict(region) for region in plan.regions]) for plan in plans]
+        measured = []
+        for place, batch in enumerate(self.batches):
+            if place in self.exposed:
+                measured.append(self._measured(place, plans, keys))
+            else:
+                nothing = self.instrument.sketcher.nothing()
+                measured.append(MeasuredMicrobatch(0.0, _tokens(batch), nothing, (nothing,) * len(plans)))
+        total = len(self.exposed) * len(plans)
+        self._tell("calibrate", total, total)
+        return measured
+
+    def _measured(self, place: int, plans: Sequence[Plan], keys: Sequence[str]) -> MeasuredMicrobatch:
+        exact = _Exact(self.instrument, self.batches[place])
+        found = self._store.get(f"exact-{place}")
+        if found is None:
+            found = self._store.put(f"exact-{place}", exact.as_json())
+        self.largest_log_move = max(self.largest_log_move, (found["log_move"], place))
+        done = self.exposed.index(place) * len(plans)
+        errors = []
+        for row, (plan, key) in enumerate(zip(plans, keys, strict=True)):
+            self._tell("calibrate: plans to be bounded", done + row, len(self.exposed) * len(plans))
+            error = self._store.get(f"scored-{place}-{key}")
+            if error is None:
+                error = self._store.put(f"scored-{place}-{key}", sketch_as_json(exact.error(plan)))
+            errors.append(sketch_from_json(error))
+        gradient = sketch_from_json(found["gradient"])
+        return MeasuredMicrobatch(found["psi"], _tokens(self.batches[place]), gradient, tuple(errors))
+
+
+class _Exact:
+    """The exact gradient of a microbatch, taken when it is first needed."""
+
+    def __init__(self, instrument: Instrument, batch: Microbatch) -> None:
+        self._instrument = instrument
+        self._batch = batch
+        self._found: Backward | None = None
+
+    @property
+    def backward(self) -> Backward:
+        if self._found is None:
+            self._found = self._instrument.exact(self._batch)
+        return self._found
+
+    def error(self, plan: Plan) -> Sketch:
+        return self._instrument.error(self._batch, plan, self.backward)
+
+    def squared_error(self, plan: Plan) -> float:
+        """Relative; 0 where there is no gradient (everything clipped)."""
+        whole = self._instrument.sketcher.sketch(self.backward.gradients).square
+        return self.error(plan).square / whole if whole else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        sketch = sketch_as_json(self._instrument.sketcher.sketch(self.backward.gradients))
+        return {"psi": self.backward.exposure, "log_move": self.backward.log_move, "gradient": sketch}
+
+
+def layout_noise(actor: Actor, batch: Microbatch, seed: int) -> float | None:
+    """Relative error between two layouts of the same rollouts; None where dropout draws for other places."""
+    if draws_random(actor.model):
+        return None
+    one, other = (backward(actor, made, seed=seed) for made in (batch, reshuffled(batch)))
+    distance = sum(float(part.double().square().sum()) for part in other.distance(one))
+    whole = sum(float(part.double().square().sum()) for part in one.gradients)
+    return math.sqrt(distance / whole) if whole else 0.0
+
+
+def seed_of(seed: int, place: int) -> int:
+    return seed * 1_000_003 + place
+
+
+def digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tokens(batch: Microbatch) -> int:
+    return int(batch.completion_mask.sum())

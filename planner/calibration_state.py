@@ -1,0 +1,124 @@
+"""What an interrupted calibration has measured so far: one line per run, appended, so that it can go on from there.
+
+The first line says which calibration it is; a file of another one is refused. A line that was cut short is dropped.
+Numbers survive the file bit for bit, so that a resumed calibration ends in the same bytes as one that was not stopped.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from hilore.planner.sketch import Sketch
+from hilore.runtime.errors import HiloreError
+
+STATE_VERSION = 1
+SUFFIX = ".calibration"
+
+
+class CalibrationStateError(HiloreError):
+    """The state of an interrupted calibration cannot be used. Attributes: ``path``."""
+
+
+class CalibrationState:
+    """Measurements by key. ``path`` None: kept in memory alone."""
+
+    def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
+        """Reads what is there. Raises CalibrationStateError for the state of another calibration."""
+        self.path = path
+        self._found: dict[str, Any] = {}
+        self._file: IO[str] | None = None
+        header = {"version": STATE_VERSION, **identity}
+        if path is None:
+            return
+        good = self._read(path, header) if path.exists() else 0
+        try:
+            self._file = path.open("r+" if good else "w", encoding="utf-8", newline="\n")
+            if good:
+                self._file.seek(good)
+                self._file.truncate()
+            else:
+                self._append(header)
+        except OSError as error:
+            raise CalibrationStateError(f"{path}: cannot be written: {error.strerror}", path=str(path)) from error
+
+    @property
+    def measured(self) -> int:
+        """How many measurements there are."""
+        return len(self._found)
+
+    def get(self, key: str) -> Any | None:
+        return self._found.get(key)
+
+    def put(self, key: str, value: Any) -> Any:
+        """Record one measurement (JSON values); returns it as it will be read again."""
+        self._found[key] = json.loads(json.dumps(value, allow_nan=False))
+        self._append({"key": key, "value": value})
+        return self._found[key]
+
+    def close(self, *, done: bool) -> None:
+        """``done``: the file has served its purpose and goes."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if done and self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def _read(self, path: Path, header: Mapping[str, Any]) -> int:
+        """Fill in what the file holds; returns the bytes of it that are whole lines."""
+        good = 0
+        for number, raw in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+            if not raw.endswith(b"\n"):
+                break
+            try:
+                line = json.loads(raw)
+            except ValueError as error:
+                raise CalibrationStateError(
+                    f"{path}:{number}: not a calibration's state ({error}); remove the file to start again",
+                    path=str(path),
+                ) from None
+            if number == 1:
+                _check_header(path, line, header)
+            else:
+                self._found[line["key"]] = line["value"]
+            good += len(raw)
+        return good
+
+
+def sketch_as_json(sketch: Sketch) -> dict[str, Any]:
+    return {
+        "squares": sketch.squares.tolist(),
+        "sums": base64.b64encode(sketch.sums.astype("<f4").tobytes()).decode("ascii"),
+    }
+
+
+def sketch_from_json(data: Mapping[str, Any]) -> Sketch:
+    squares = np.array(data["squares"], dtype=np.float64)
+    sums = np.frombuffer(base64.b64decode(data["sums"]), dtype="<f4").astype(np.float32)
+    return Sketch(squares, sums.reshape(len(squares), -1))
+
+
+def _check_header(path: Path, found: Any, expected: Mapping[str, Any]) -> None:
+    expected = json.loads(json.dumps(expected))
+    if found == expected:
+        return
+    there = found if isinstance(found, dict) else {}
+    differs = [key for key in expected if there.get(key) != expected[key]] or ["version"]
+    raise CalibrationStateError(
+        f"{path}:1: the state of another calibration ({', '.join(differs)} differ: {differs[0]} was "
+        f"{there.get(differs[0])}, is {expected.get(differs[0])}); give the same arguments to go on with that one, or "
+        "remove the file to start again",
+        path=str(path),
+    )
