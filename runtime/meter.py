@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 from hilore.runtime.inplace import in_place_variant, prepare
@@ -74,6 +74,8 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor made of tensors (DTensor): its own dispatch comes back with those
         node = torch._C._current_autograd_node()
         run = func
         if node is not None:
@@ -99,6 +101,12 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return bool(args) and isinstance(args[0], torch.Tensor) and self._made_in.get(_key(args[0])) == self._turn
 
     def _add(self, tensor: torch.Tensor) -> None:
+        if is_traceable_wrapper_subclass(tensor):
+            for name in tensor.__tensor_flatten__()[0]:
+                inner = getattr(tensor, name)
+                if isinstance(inner, torch.Tensor):
+                    self._add(inner)
+            return
         storage = tensor.untyped_storage()
         key = id(storage)
         if key not in self._references:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hilore.runtime.meter import StorageMeter
 
@@ -181,3 +182,17 @@ def test_zeros_that_a_formula_fills_are_filled_in_place() -> None:
             assert meter.peak_bytes == base + 4 + 4 * KIB, "the ones and one buffer"
         assert x.grad is not None
         assert torch.equal(x.grad, (torch.arange(KIB) % 2 == 0).float())
+
+
+def test_a_tensor_made_of_tensors_counts_as_those() -> None:
+    """As DTensors, FSDP2's shards: the optimizer's work on them is that on their local tensors."""
+    local = torch.ones(KIB)
+    wrapped = TwoTensor(local, local.clone())
+    with StorageMeter() as meter:
+        meter.track([wrapped])
+        assert meter.live_bytes == 2 * 4 * KIB
+        product = wrapped * 2.0
+        assert (meter.live_bytes, meter.peak_bytes) == (4 * 4 * KIB, 4 * 4 * KIB)
+        product.add_(wrapped)
+        del product
+        assert meter.live_bytes == 2 * 4 * KIB
