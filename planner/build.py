@@ -70,6 +70,8 @@ def assemble(
         + sum(region_class.forward_ns + region_class.backward_ns for region_class in classes),
         budget_bytes=budget_bytes,
         risk_limit=limit,
+        head_forward_bytes=outside.head_forward_bytes,
+        frame_bytes=outside.frame_bytes,
     )
 
 
@@ -112,18 +114,23 @@ def build_regions(
         made = _held_alone(ready[key]) if region.hold_only else ready[key]
         result.append(replace(made, name=region.name))
     if bucket.outside.leaf_boundary_bytes:
-        result[0] = _without_boundary(result[0], bucket.outside.leaf_boundary_bytes)
+        held = bucket.classes[bucket.regions[0].class_index].hold
+        result[0] = _without_boundary(result[0], bucket.outside.leaf_boundary_bytes, held.keeps_boundary)
     return tuple(result)
 
 
-def _without_boundary(first: RegionProblem, leaf_boundary_bytes: int) -> RegionProblem:
+def _without_boundary(first: RegionProblem, leaf_boundary_bytes: int, held_keeps: bool) -> RegionProblem:
     """The first region where its boundary is counted before it already (trace.Outside)."""
+
+    def counted_twice(configuration: Configuration) -> int:
+        return leaf_boundary_bytes if held_keeps or not configuration.hold else 0
+
     return replace(
         first,
         configurations=tuple(
             replace(
                 configuration,
-                retained_bytes=configuration.retained_bytes - (0 if configuration.hold else leaf_boundary_bytes),
+                retained_bytes=configuration.retained_bytes - counted_twice(configuration),
                 forward_bytes=configuration.forward_bytes - leaf_boundary_bytes,
             )
             for configuration in first.configurations

@@ -94,9 +94,10 @@ def _bytes(
     keepable = frozenset(unit.name for unit in units if unit.keepable)
     sets = worthwhile_sets(units, times.run_ns, (exact, payload), keepable)
     runner = _runner(setting.fake, setting.fake_microbatch, name, units)
-    with setting.fake.faked(), setting.fake.autocast(), attention_wrapped(base_model(setting.fake.model)):
-        held = measure_held(runner, gradients_exist=setting.gradients_exist)
-        checkpointed = measure_checkpointed(runner, gradients_exist=setting.gradients_exist)
+    with setting.fake.faked(), attention_wrapped(base_model(setting.fake.model)):
+        exist, autocast = setting.gradients_exist, setting.fake.autocast
+        held = measure_held(runner, gradients_exist=exist, autocast=autocast)
+        checkpointed = measure_checkpointed(runner, gradients_exist=exist, autocast=autocast)
         measured = _keep_sets(setting, runner, units, sets, named)
     return RegionClass(
         name=name,
@@ -131,7 +132,9 @@ def _keep_sets(
         setting.tell(f"{named}: memory", done, len(wanted))
         dead = running_units(units, frozenset(kept))[1]
         split = Split(split_at, dead_in_late_stage(units, kept, split_at)) if is_split else None
-        found: RegionBytes = measure_keep_set(runner, kept, dead, gradients_exist=setting.gradients_exist, split=split)
+        found: RegionBytes = measure_keep_set(
+            runner, kept, dead, gradients_exist=setting.gradients_exist, split=split, autocast=setting.fake.autocast
+        )
         measured.append(found.as_keep_set(kept, split=is_split))
     setting.tell(f"{named}: memory", len(wanted), len(wanted))
     return tuple(measured)

@@ -29,6 +29,8 @@ from hilore.planner.verify import surroundings
 from hilore.runtime.errors import InternalError
 from hilore.runtime.plan import RegionPlan
 
+INPUTS = "inputs, masks, rotary tables"
+CASTS = "weights cast by autocast"
 # What stays for several events, in the order in which it is shown; an event's own working set follows.
 STANDING = (
     "parameters",
@@ -37,7 +39,7 @@ STANDING = (
     "cuBLAS workspace",
     "reference model",
     "others (resident.other_mib)",
-    "inputs, masks, rotary tables",
+    INPUTS,
     BOUNDARIES,
     KEPT,
     PAYLOADS,
@@ -92,25 +94,28 @@ def _compositions(
     trace: Trace, bucket: Bucket, regions: list[RegionParts], costs: list[RegionCost], *, demoted: bool
 ) -> tuple[Composition, ...]:
     leaf_bytes = bucket.outside.leaf_boundary_bytes
-    costs[0] = without_boundary(costs[0], leaf_bytes, held=regions[0].held)
-    regions[0] = regions[0].without_boundary(leaf_bytes)
+    held_keeps = _classes(bucket)[0].hold.keeps_boundary
+    costs[0] = without_boundary(costs[0], leaf_bytes, held=regions[0].held and not held_keeps)
+    regions[0] = regions[0].without_boundary(leaf_bytes, held_keeps=held_keeps)
     expected = iter(events(surroundings(trace, bucket), costs, demoted=demoted))
     base, outside, found = _base(trace, bucket), bucket.outside, []
 
     def note(*groups: Parts) -> None:
         found.append(_added_up(next(expected), groups))
 
-    live = base
-    for region in regions:
-        note(live, region.forward)
+    unframed = outside.frame_bytes if all(region.held for region in regions) else 0
+    live, casts = _sum(base, {INPUTS: -unframed}), 0
+    for region, cost in zip(regions, costs, strict=True):
+        note(live, {CASTS: casts}, region.forward)
         live = _sum(live, region.retained)
-    note(live, _head(trace, outside))
+        casts += cost.cast_bytes
+    note(live, _head(trace, outside, casts))
     for region in reversed(regions):
         before = _sum(live, region.retained, sign=-1)
         note(before if region.frees_first else live, _head_left(outside), region.backward)
         live = _sum(before, {SO_FAR: region.gradient_bytes})
     note(live, _tail(outside))
-    note(live, {"optimizer step": outside.optimizer_bytes})
+    note(_sum(live, {INPUTS: unframed}), {"optimizer step": outside.optimizer_bytes})
     return tuple(found)
 
 
@@ -141,19 +146,25 @@ def _base(trace: Trace, bucket: Bucket) -> Parts:
         "cuBLAS workspace": fixed.workspace_bytes,
         "reference model": fixed.reference_bytes,
         "others (resident.other_mib)": fixed.other_bytes - fixed.workspace_bytes - fixed.reference_bytes,
-        "inputs, masks, rotary tables": outside.before_bytes - outside.leaf_boundary_bytes,
+        INPUTS: outside.before_bytes - outside.leaf_boundary_bytes,
         BOUNDARIES: outside.leaf_boundary_bytes,
     }
     return {name: before.get(name, 0) for name in STANDING}
 
 
-def _head(trace: Trace, outside: Outside) -> Parts:
+def _head(trace: Trace, outside: Outside, casts: int) -> Parts:
+    """The head's highest moment: before its backward, beside autocast's casts, or in it."""
+    head_bytes = outside.head_bytes
+    if casts + outside.head_forward_bytes > head_bytes:
+        head_bytes = outside.head_forward_bytes
+    else:
+        casts = 0
     if outside.parts is None:
-        return {"head and loss": outside.head_bytes}
+        return {CASTS: casts, "head and loss": head_bytes}
     largest = outside.parts.head_largest
     named = {f"head: {_largest_name(trace, largest)}": sum(found.count * found.each_bytes for found in largest)}
-    rest = outside.head_bytes - outside.parts.head_fsdp_bytes - sum(named.values())
-    return {GATHERED: outside.parts.head_fsdp_bytes, **named, "head: rest": rest}
+    rest = head_bytes - outside.parts.head_fsdp_bytes - sum(named.values())
+    return {CASTS: casts, GATHERED: outside.parts.head_fsdp_bytes, **named, "head: rest": rest}
 
 
 def _largest_name(trace: Trace, largest: Sequence[LargestTensors]) -> str:

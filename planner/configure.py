@@ -143,6 +143,7 @@ class _Builder:
             demoted_extra_ns=demoted.run_ns + encode,
             lossy_units=len(codec_of),
             split_at=region_class.split_at if split else "",
+            cast_bytes=keep_set.cast_bytes,
         )
 
     def _replay(self, kept: frozenset[str], split: bool) -> _Replay:
@@ -205,6 +206,7 @@ def _hold(region_class: RegionClass) -> Configuration:
         extra_ns=0,
         demoted_extra_ns=0,
         lossy_units=0,
+        cast_bytes=keep_set.cast_bytes,
     )
 
 

@@ -111,10 +111,13 @@ class Bench:
         return isinstance(self.clock, RooflineClock)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Operators inside the block run on the actor's tensors and count on the clock."""
+    def running(self, *, autocast: bool = True) -> Iterator[None]:
+        """Operators inside the block run on the actor's tensors and count on the clock.
+
+        ``autocast`` False: a whole step inside the block enters and leaves autocast by itself.
+        """
         counting = self.clock if isinstance(self.clock, RooflineClock) else contextlib.nullcontext()
-        with self.actor.faked(), self.actor.autocast(), counting:
+        with self.actor.faked(), self.actor.autocast() if autocast else contextlib.nullcontext(), counting:
             yield
 
     def codec_costs(self, output: Tensor, names: Iterable[str]) -> tuple[CodecCost, ...]:

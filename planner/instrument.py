@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,9 @@ from hilore.planner.trace import KeepSet
 from hilore.runtime.ambient import tensors_in
 from hilore.runtime.meter import StorageMeter
 
+# The context that a forward runs in, and a backward does not.
+Autocast = Callable[[], AbstractContextManager[Any]]
+
 
 @dataclass(frozen=True, slots=True)
 class RegionBytes:
@@ -23,9 +28,19 @@ class RegionBytes:
     forward_bytes: int
     backward_bytes: int
     gradient_bytes: int
+    cast_bytes: int
+    keeps_boundary: bool
 
     def as_keep_set(self, kept: Sequence[str], *, split: bool = False) -> KeepSet:
-        return KeepSet(tuple(kept), self.retained_bytes, self.forward_bytes, self.backward_bytes, split)
+        return KeepSet(
+            tuple(kept),
+            self.retained_bytes,
+            self.forward_bytes,
+            self.backward_bytes,
+            split,
+            self.cast_bytes,
+            self.keeps_boundary,
+        )
 
 
 def measure_keep_set(
@@ -35,23 +50,26 @@ def measure_keep_set(
     *,
     gradients_exist: bool,
     split: Split | None = None,
+    autocast: Autocast = nullcontext,
 ) -> RegionBytes:
     """Memory of the region with ``kept`` exactly kept and ``dead`` left out of the replay, in two stages or in one."""
-    return _measure(runner, lambda boundary: runner.with_frame(kept, dead, boundary, split), gradients_exist)
+    return _measure(runner, lambda boundary: runner.with_frame(kept, dead, boundary, split), gradients_exist, autocast)
 
 
-def measure_held(runner: RegionRunner, *, gradients_exist: bool) -> RegionBytes:
+def measure_held(runner: RegionRunner, *, gradients_exist: bool, autocast: Autocast = nullcontext) -> RegionBytes:
     """Memory of the region when autograd keeps all."""
-    return _measure(runner, runner.call, gradients_exist)
+    return _measure(runner, runner.call, gradients_exist, autocast)
 
 
-def measure_checkpointed(runner: RegionRunner, *, gradients_exist: bool) -> RegionBytes:
+def measure_checkpointed(
+    runner: RegionRunner, *, gradients_exist: bool, autocast: Autocast = nullcontext
+) -> RegionBytes:
     """Memory of the region under plain gradient checkpointing."""
-    return _measure(runner, runner.checkpointed, gradients_exist)
+    return _measure(runner, runner.checkpointed, gradients_exist, autocast)
 
 
 def _measure(
-    runner: RegionRunner, forward: Callable[[torch.Tensor], torch.Tensor], gradients_exist: bool
+    runner: RegionRunner, forward: Callable[[torch.Tensor], torch.Tensor], gradients_exist: bool, autocast: Autocast
 ) -> RegionBytes:
     parameters = [p for p in runner.binding.module.parameters() if p.requires_grad]
     for parameter in parameters:
@@ -62,20 +80,28 @@ def _measure(
     try:
         with StorageMeter() as meter:
             meter.track([*state, *grads, *tensors_in(runner.inputs.args, runner.inputs.kwargs)])
-            return _run(meter, runner, forward)
+            return _run(meter, runner, forward, autocast)
     finally:
         for parameter in parameters:
             parameter.grad = None
 
 
-def _run(meter: StorageMeter, runner: RegionRunner, forward: Callable[[torch.Tensor], torch.Tensor]) -> RegionBytes:
+def _run(
+    meter: StorageMeter, runner: RegionRunner, forward: Callable[[torch.Tensor], torch.Tensor], autocast: Autocast
+) -> RegionBytes:
     base = meter.live_bytes
     # A boundary inside a model is no leaf: nothing but who uses it keeps it, and its gradient is handed on.
     anchor = torch.empty(0, requires_grad=runner.inputs.requires_grad)
     boundary: torch.Tensor = _Boundary.apply(anchor, runner.inputs.boundary)  # type: ignore[no-untyped-call]
-    output = forward(boundary)
-    del boundary
-    forward_bytes = meter.peak_bytes - base
+    with autocast():
+        output = forward(boundary)
+        storage = weakref.ref(boundary.untyped_storage())
+        del boundary
+        forward_bytes = meter.peak_bytes - base
+        with_casts = meter.live_bytes
+    # Autocast has let go of the casts that it remembered; backward runs outside of it, as in a training loop.
+    cast_bytes = with_casts - meter.live_bytes
+    keeps_boundary = storage() is not None
     output_bytes = output.untyped_storage().nbytes()
     # The root's own backward hands the region an incoming gradient that only the engine holds, as in a model.
     root = output.mul(1.0).sum()
@@ -87,7 +113,8 @@ def _run(meter: StorageMeter, runner: RegionRunner, forward: Callable[[torch.Ten
     # The root and its own gradient exist only here.
     backward = meter.peak_bytes - base - retained - output_bytes - 2 * root_bytes
     del root
-    return RegionBytes(retained, forward_bytes, max(backward, 0), meter.live_bytes - base)
+    gradient_bytes = meter.live_bytes - base
+    return RegionBytes(retained, forward_bytes, max(backward, 0), gradient_bytes, cast_bytes, keeps_boundary)
 
 
 class _Boundary(torch.autograd.Function):

@@ -23,6 +23,8 @@ def exact_cost(name: str, region_class: RegionClass, used: KeepSet, replay_ns: i
         replay_ns,
         replay_ns,
         0,
+        used.cast_bytes,
+        held=used is region_class.hold,
     )
 
 
@@ -61,6 +63,7 @@ def region_cost(region: RegionPlan, region_class: RegionClass, risk: int) -> Reg
         extra_ns=_replay_ns(region_class, stored, split) + encode_ns + decode_ns,
         demoted_extra_ns=_replay_ns(region_class, kept, split) + encode_ns,
         risk=risk,
+        cast_bytes=with_lossy.cast_bytes,
     )
 
 

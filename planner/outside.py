@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hilore.planner.actor import Actor
@@ -29,7 +30,10 @@ from hilore.runtime.meter import StorageMeter
 
 @dataclass(frozen=True, slots=True)
 class OutsideCosts:
-    """Bytes: see planner/trace.py, Outside. ``forward_ns``, ``backward_ns``: what a clock saw outside of regions."""
+    """Bytes: see planner/trace.py, Outside. ``released_bytes``: of ``before_bytes``, gone when backward is over.
+
+    ``forward_ns``, ``backward_ns``: what a clock saw outside of regions.
+    """
 
     before_bytes: int
     leaf_boundary_bytes: int
@@ -38,6 +42,9 @@ class OutsideCosts:
     tail_bytes: int
     forward_ns: int
     backward_ns: int
+    head_forward_bytes: int
+    released_bytes: int
+    frame_bytes: int
     parts: OutsideParts
 
 
@@ -73,9 +80,11 @@ def measure_outside(
         with StorageMeter() as meter:
             meter.track(_state(actor.model))
             fixed = meter.live_bytes
-            meter.track(tensors_in([getattr(microbatch, name) for name in microbatch.__slots__]))
+            inputs = tensors_in([getattr(microbatch, name) for name in microbatch.__slots__])
+            meter.track(inputs)
+            begun = meter.live_bytes
             # All microbatches of an update are there from its begin: trainers cut them from one batch on the device.
-            waiting = (actor.spec.batch.accumulation - 1) * (meter.live_bytes - fixed)
+            waiting = (actor.spec.batch.accumulation - 1) * (begun - fixed)
             gathers = OutsideGathers(sharding, actor.device, accumulates=gradients_exist)
             edges = _Edges(meter, gathers, regions, _head_parameters(actor.model, regions, sharding), clock)
             with _standing_in(regions, edges):
@@ -94,6 +103,9 @@ def measure_outside(
         max(tail_peak - edges.entered, 0),
         forward_ns,
         backward_ns,
+        edges.head_forward_peak - edges.all_retained,
+        edges.entered - begun,
+        edges.arguments.frame_bytes(inputs),
         OutsideParts(edges.head_fsdp, edges.head_left_fsdp, edges.fsdp_at_peak, edges.head_largest),
     )
 
@@ -114,7 +126,8 @@ class _Edges:
         self.clock = clock or (lambda: 0)
         self.first, self.last = regions[0].name, regions[-1].name
         self.entered = self.all_retained = self.head_peak = self.after_head = self.skipped_ns = 0
-        self.leaf_boundary = 0
+        self.leaf_boundary = self.head_forward_peak = 0
+        self.arguments = _Arguments()
         self.tail_begun = False
         self.fsdp_at_peak = self.head_fsdp = self.head_left_fsdp = 0
         self.head_largest: tuple[LargestTensors, ...] = ()
@@ -149,8 +162,10 @@ class _Edges:
         """A result of the form of the region's own, its first tensor tied to the boundary in the autograd graph."""
         if region.class_index not in self._forms:
             began = self.clock()
-            with torch.no_grad():
+            with self.arguments.noted(args, kwargs):
                 found, tree = tree_flatten(forward(*args, **kwargs))
+            # What autocast remembers of the region's weights is counted with the region.
+            torch.clear_autocast_cache()
             self._forms[region.class_index] = [_Form.of(leaf) for leaf in found], tree
             self.skipped_ns += self.clock() - began
             del found
@@ -166,6 +181,10 @@ class _Edges:
             else:
                 made.append(_StandIn.apply(args[0], anchor, leaf, *held))  # type: ignore[no-untyped-call]
         return tree_unflatten(made, form)
+
+    def loss_made(self) -> None:
+        """Forward and loss are over, and so is autocast."""
+        self.head_forward_peak = self.meter.peak_bytes
 
     def _head_done(self, _gradient: Tensor) -> None:
         own = self.gathers.head_done(self._head_parameters)
@@ -184,6 +203,35 @@ class _Edges:
         self.tail_begun = True
         self.meter.reset_peak()
         self.gathers.tail_begins()
+
+
+class _Arguments:
+    """Which of the arguments that all regions share (masks, positions, rotary tables) a held region saves."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._saved: set[int] = set()
+
+    @contextmanager
+    def noted(self, args: tuple[Any, ...], kwargs: Any) -> Iterator[None]:
+        """Note the arguments of the region whose forward runs inside the block, and what its autograd saves."""
+        self._sizes |= {_storage_of(t): _nbytes(t) for t in tensors_in(args[1:], kwargs)}
+
+        def pack(tensor: Tensor) -> Tensor:
+            self._saved.add(_storage_of(tensor))
+            return tensor.detach()
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    def frame_bytes(self, inputs: list[Tensor]) -> int:
+        """Bytes of arguments that are gone after the forward unless a frame holds them; ``inputs`` stay anyway."""
+        others = self._saved | {_storage_of(tensor) for tensor in inputs}
+        return sum(size for storage, size in self._sizes.items() if storage not in others)
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return id(tensor.untyped_storage())
 
 
 def _largest(sizes: Counter[int]) -> tuple[LargestTensors, ...]:
@@ -250,6 +298,7 @@ def _step(actor: Actor, microbatch: Microbatch, edges: _Edges, gathers: OutsideG
             output_made(logps)
         loss = grpo_loss(logps, microbatch, actor.spec.loss, actor.spec.batch.accumulation)
         del logps
+    edges.loss_made()
     middle = edges.clock()
     loss.backward()  # type: ignore[no-untyped-call]
     return middle - began - edges.skipped_ns, edges.clock() - middle

@@ -36,7 +36,7 @@ class Configuration:
     ``demoted_backward_bytes``: ``backward_bytes`` when every L unit runs as R.
     ``extra_ns``: replay, encode and decode time (0 for a held region); ``demoted_extra_ns`` when demoted.
     ``lossy_units``: how many units are at L (ties are broken towards fewer). ``split_at``: the unit (relative) at
-    which the replay is split into two stages, '' for one replay.
+    which the replay is split into two stages, '' for one replay. ``cast_bytes`` as in trace.KeepSet.
     """
 
     hold: bool
@@ -49,6 +49,7 @@ class Configuration:
     demoted_extra_ns: int
     lossy_units: int
     split_at: str = ""
+    cast_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,8 @@ class Problem:
     constant_ns: int
     budget_bytes: int
     risk_limit: int
+    head_forward_bytes: int = 0
+    frame_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,11 +35,11 @@ class RegionParts:
     gradient_bytes: int
     frees_first: bool
 
-    def without_boundary(self, leaf_boundary_bytes: int) -> RegionParts:
-        """A first region whose boundary is counted before it already (trace.Outside)."""
+    def without_boundary(self, leaf_boundary_bytes: int, *, held_keeps: bool = False) -> RegionParts:
+        """A first region whose boundary is counted before it already; ``held_keeps``: also where it is held."""
         retained, forward = dict(self.retained), dict(self.forward)
-        if not self.held:
-            retained[BOUNDARIES] -= leaf_boundary_bytes
+        if not self.held or held_keeps:
+            retained[HELD if self.held else BOUNDARIES] -= leaf_boundary_bytes
         # Its forward was measured with a boundary of its own; a gather alone was not.
         own = FORWARD if forward[FORWARD] >= leaf_boundary_bytes else BOUNDARIES
         forward[own] = forward.get(own, 0) - leaf_boundary_bytes

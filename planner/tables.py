@@ -123,12 +123,16 @@ def make_tables(problem: Problem) -> Tables:
     retained, forward, needed, extra, lossy, risk = (np.zeros(shape, dtype=np.int64) for _ in range(6))
     usable, held = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
     bound = sum(max(region.risk) for region in regions) > problem.risk_limit
+    casts = 0
     for r, region in enumerate(regions):
         for k, c in enumerate(region.configurations):
-            retained[r, k], forward[r, k], needed[r, k] = c.retained_bytes, c.forward_bytes, needed_backward_bytes(c)
+            retained[r, k], needed[r, k] = c.retained_bytes, needed_backward_bytes(c)
+            forward[r, k] = c.forward_bytes + casts
             extra[r, k], lossy[r, k], held[r, k] = c.extra_ns, c.lossy_units, c.hold
             usable[r, k] = not bound or region.risk[k] <= problem.risk_limit
             risk[r, k] = region.risk[k] if bound and usable[r, k] else 0
+        # A held region has none of its own: rows ask for a little too much there, never for too little.
+        casts += region.configurations[0].cast_bytes
     scale = 1 + int(lossy.max(axis=1).sum())
     if int(extra.max(axis=1).sum()) >= LARGEST_SUM // scale:
         scale, lossy = 1, np.zeros_like(lossy)
@@ -146,7 +150,7 @@ def make_tables(problem: Problem) -> Tables:
         usable=usable,
         cost_scale=scale,
         forward_room=room,
-        head_room=room - problem.head_bytes,
+        head_room=room - max(problem.head_bytes, problem.head_forward_bytes + casts),
         later_room=room - problem.head_left_bytes - (total - np.cumsum(gradients)),
         constant_room=room - total - max(problem.tail_bytes, problem.optimizer_bytes),
         risk_room=problem.risk_limit if bound else None,

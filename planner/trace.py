@@ -63,6 +63,9 @@ class KeepSet:
     backward began (when its retained bytes and the incoming gradient were live already).
     A unit at L keeps its payload and its rest instead of its output, and adds its decoded output to
     ``backward_bytes``. ``split``: measured with the replay split at the class's ``split_at``.
+    ``cast_bytes``: casts of trainable weights that nothing but autocast holds, until the loss is there: in
+    ``forward_bytes``, not in ``retained_bytes``. ``keeps_boundary``: its input is in ``retained_bytes``; of a held
+    region that depends on what its first norm saves.
     """
 
     kept: tuple[str, ...]
@@ -70,6 +73,8 @@ class KeepSet:
     forward_bytes: int
     backward_bytes: int
     split: bool = False
+    cast_bytes: int = 0
+    keeps_boundary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +170,10 @@ class Outside:
     log-probabilities, loss and their backward, beyond what was live after the last region's forward.
     ``head_left_bytes``: what the head still holds when the last region's backward begins (incoming gradient and
     the head's parameter gradients). ``tail_bytes``: the same as ``head_bytes`` for the backward of what lies before
-    the first region. ``optimizer_bytes``: highest live bytes during the optimizer step beyond ``fixed``.
-    ``parts``: None in traces of earlier versions.
+    the first region. ``optimizer_bytes``: the same for the optimizer step, when only the inputs are left of
+    ``before_bytes`` (it can be negative). ``head_forward_bytes``: ``head_bytes`` until the loss is there, beside which
+    stand the regions' ``cast_bytes``. ``frame_bytes``: of ``before_bytes``, arguments of regions (masks, positions)
+    that nothing holds where every region is held. ``parts``: None in traces of earlier versions.
     """
 
     before_bytes: int
@@ -178,6 +185,8 @@ class Outside:
     backward_ns: int
     optimizer_ns: int
     leaf_boundary_bytes: int = 0
+    head_forward_bytes: int = 0
+    frame_bytes: int = 0
     parts: OutsideParts | None = None
 
 

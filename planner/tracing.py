@@ -54,7 +54,7 @@ def trace_spec(spec: ModelSpec, progress: Progress | None = None) -> Trace:
         gc.freeze()
         found = [_bucket(run, tokens) for tokens in spec.batch.length_buckets]
         fixed = _fixed(run)
-    buckets = tuple(replace(bucket, outside=replace(bucket.outside, optimizer_bytes=fixed[1])) for bucket, _ in found)
+    buckets = tuple(_with_optimizer(bucket, fixed[1]) for bucket, _ in found)
     spread = max(spread for _, spread in found)
     trace = Trace(
         trace_version=TRACE_VERSION,
@@ -148,7 +148,7 @@ def _takes_mask(run: _Run, microbatch: Microbatch) -> bool:
 
 def _outside(run: _Run, setting: Setting, classes: tuple[RegionClass, ...]) -> Outside:
     """Bytes from a step of the fake actor; times from its clock, or from real steps less what is inside of regions."""
-    with kernels(run.target), run.bench.running() if run.bench.estimated else run.fake.faked():
+    with kernels(run.target), run.bench.running(autocast=False) if run.bench.estimated else run.fake.faked():
         costs = measure_outside(
             run.fake,
             setting.fake_microbatch,
@@ -165,17 +165,24 @@ def _outside(run: _Run, setting: Setting, classes: tuple[RegionClass, ...]) -> O
     return _as_outside(costs)
 
 
+def _with_optimizer(bucket: Bucket, working_bytes: int) -> Bucket:
+    left = bucket.outside.optimizer_bytes
+    return replace(bucket, outside=replace(bucket.outside, optimizer_bytes=left + working_bytes))
+
+
 def _as_outside(costs: OutsideCosts) -> Outside:
     return Outside(
         before_bytes=costs.before_bytes,
         head_bytes=costs.head_bytes,
         head_left_bytes=costs.head_left_bytes,
         tail_bytes=costs.tail_bytes,
-        optimizer_bytes=0,
+        optimizer_bytes=-costs.released_bytes,
         forward_ns=costs.forward_ns,
         backward_ns=costs.backward_ns,
         optimizer_ns=0,
         leaf_boundary_bytes=costs.leaf_boundary_bytes,
+        head_forward_bytes=costs.head_forward_bytes,
+        frame_bytes=costs.frame_bytes,
         parts=costs.parts,
     )
 

@@ -52,6 +52,8 @@ def _chosen(problem: Problem, choice: Sequence[int]) -> list[RegionCost]:
                 chosen.extra_ns,
                 chosen.demoted_extra_ns,
                 region.risk[index],
+                chosen.cast_bytes,
+                chosen.hold,
             )
         )
     return costs
@@ -65,6 +67,8 @@ def _around(problem: Problem) -> Surroundings:
         problem.tail_bytes,
         problem.optimizer_bytes,
         problem.constant_ns,
+        problem.head_forward_bytes,
+        problem.frame_bytes,
     )
 
 
@@ -82,7 +86,8 @@ def verify_modes(trace: Trace, bucket: Bucket, regions: Sequence[RegionPlan], *,
             raise InternalError(f"{region.name}: is replayed, but {known.hold_only}")
         risk = 0 if risk_free else _risk(trace, region, bucket.classes[known.class_index])
         costs.append(region_cost(region, bucket.classes[known.class_index], risk))
-    costs[0] = without_boundary(costs[0], bucket.outside.leaf_boundary_bytes, held=regions[0].hold)
+    held_without = regions[0].hold and not bucket.classes[bucket.regions[0].class_index].hold.keeps_boundary
+    costs[0] = without_boundary(costs[0], bucket.outside.leaf_boundary_bytes, held=held_without)
     return _verified(surroundings(trace, bucket), costs)
 
 
@@ -108,6 +113,8 @@ def surroundings(trace: Trace, bucket: Bucket) -> Surroundings:
         outside.tail_bytes,
         outside.optimizer_bytes,
         constant_ns,
+        outside.head_forward_bytes,
+        outside.frame_bytes,
     )
 
 
@@ -140,7 +147,9 @@ def _references(bucket: Bucket, *, gc: bool) -> list[RegionCost]:
         used = region_class.gc if gc else region_class.hold
         replay_ns = region_class.gc_replay_ns if gc else 0
         costs.append(exact_cost(region.name, region_class, used, replay_ns))
-    costs[0] = without_boundary(costs[0], bucket.outside.leaf_boundary_bytes, held=not gc)
+    first = bucket.classes[bucket.regions[0].class_index]
+    held_without = not gc and not first.hold.keeps_boundary
+    costs[0] = without_boundary(costs[0], bucket.outside.leaf_boundary_bytes, held=held_without)
     return costs
 
 
