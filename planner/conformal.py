@@ -63,3 +63,12 @@ def resampled_updates(microbatches: int, size: int, *, updates: int = 1000, seed
     taken = max(1, min(size, microbatches // 2))
     draw = np.random.default_rng(seed)
     return np.argsort(draw.random((updates, microbatches)), axis=1, kind="stable")[:, :taken].astype(np.int64)
+
+
+def consecutive_updates(microbatches: int, size: int) -> Integers:
+    """Every run of ``size`` microbatches (never more than half of them) in the order of training, end to end in a ring.
+
+    [microbatches, size or less]. What meets in an update is no accident: whole groups of completions do.
+    """
+    taken = max(1, min(size, microbatches // 2))
+    return (np.arange(microbatches)[:, None] + np.arange(taken)) % microbatches

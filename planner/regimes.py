@@ -18,10 +18,10 @@ x(psi) < 1 can be raised. (A rule on absolute error, x = (psi_reference / psi)^2
 has little exposure, and gives away what an update of much exposure may have.)
 
 ``joint``: allowances that fall with exposure, ``x_low >= x_mid >= x_high``, cut and sized for the least expected time
-such that ``sum_b q_b x_b <= 1`` holds at the stated confidence over updates resampled from the microbatches that
-calibration saw. Microbatches of low exposure have small shares, so that what they may have more costs the others
-little. This rests on the mixture of exposures as well as on kappa: updates made up otherwise can miss it, which the
-rule ``each`` cannot. Hence an option.
+such that ``sum_b q_b x_b <= 1`` holds at the stated confidence over the updates that calibration saw, runs of
+microbatches in the order of training. Microbatches of low exposure have small shares, so that what they may have more
+costs the others little. This rests on the mixture of exposures as well as on kappa: updates made up otherwise can miss
+it, which the rule ``each`` cannot. Hence an option.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hilore.planner.conformal import Floats, resampled_updates, upper_bound
+from hilore.planner.conformal import Floats, consecutive_updates, upper_bound
 from hilore.planner.trace import Calibration
 from hilore.runtime.errors import HiloreError
 from hilore.runtime.plan import Plan
@@ -119,13 +119,13 @@ def plan_limit(plan: Plan) -> float | None:
 
 
 class _Updates:
-    """Updates resampled from the microbatches that calibration saw, and what they may have."""
+    """The updates that calibration saw, and what they may have."""
 
     def __init__(self, calibration: Calibration, accumulation: int) -> None:
         samples = calibration.samples
         self._psi = np.array([sample.psi for sample in samples])
         weight = np.array([sample.weight for sample in samples])
-        picks = resampled_updates(len(samples), accumulation)
+        picks = consecutive_updates(len(samples), accumulation)
         total = weight[picks].sum(axis=1)
         # An update without gradient has no error.
         self._picks = picks[total > 0]

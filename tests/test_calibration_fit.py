@@ -13,7 +13,13 @@ import torch
 from hilore.planner.calibration_bound import ScoredPlan, bound_errors, cross_fitted, folds_of
 from hilore.planner.calibration_fit import Observation, expected_model, fit, reconstruction_error
 from hilore.planner.calibration_plans import LossyUnit, every_lossy_unit, lossy_units, random_plans
-from hilore.planner.conformal import ConfidenceError, needed_samples, resampled_updates, upper_bound
+from hilore.planner.conformal import (
+    ConfidenceError,
+    consecutive_updates,
+    needed_samples,
+    resampled_updates,
+    upper_bound,
+)
 from hilore.planner.sketch import Sketch, Sketcher, gram, squares_of_sums
 from hilore.planner.trace import Trace
 from hilore.planner.updates import Composer, MeasuredMicrobatch
@@ -175,6 +181,8 @@ def test_resampled_updates_are_of_distinct_microbatches_and_differ() -> None:
     assert len({tuple(sorted(row)) for row in picks.tolist()}) > 10
     assert resampled_updates(1, 4, updates=3).tolist() == [[0], [0], [0]]
     assert np.array_equal(resampled_updates(10, 3), resampled_updates(10, 3))
+    assert consecutive_updates(5, 2).tolist() == [[0, 1], [1, 2], [2, 3], [3, 4], [4, 0]]
+    assert consecutive_updates(6, 8).shape == (6, 3)
 
 
 def test_the_bound_holds_for_new_updates_and_is_no_wider_than_it_must(trace: Trace) -> None:
