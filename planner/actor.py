@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hilore.planner.head import base_model, grpo_loss, policy_logps
 from hilore.planner.microbatch import Microbatch, synthetic_microbatch
-from hilore.planner.plainrun import one_sequence_per_row
+from hilore.planner.plainrun import sequences_in_rows
 from hilore.planner.sources import SourceError, load_meta_model, load_model, module_dtype, torch_dtype
 from hilore.planner.spec_types import ModelSpec
 
@@ -45,7 +45,7 @@ class Actor:
         if self.fake_mode is None:
             yield
             return
-        with self.fake_mode, one_sequence_per_row():
+        with self.fake_mode, sequences_in_rows(packed=self.spec.batch.layout == "packed"):
             yield
 
 

@@ -1,7 +1,8 @@
 """Log-probabilities of the completion: from all logits at once (naive) or in chunks of tokens (chunked).
 
 ``naive`` is what trainers without a head of their own do: logits of the whole completion, then a row-wise log-softmax
-whose result autograd keeps. ``trl`` is the tiled head of TRL 1.16's own trainer (planner/trl_head.py).
+whose result autograd keeps; of a packed row all tokens, as trainers without padding do. ``trl`` is the tiled head of
+TRL 1.16's own trainer (planner/trl_head.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn import functional
 from hilore.planner.chunked_head import chunked_logps
 from hilore.planner.loss import grpo_loss
 from hilore.planner.microbatch import Microbatch
+from hilore.planner.packing import picked
 from hilore.planner.trl_head import trl_logps
 from hilore.runtime.errors import UnsupportedModelError
 
@@ -44,13 +46,13 @@ def policy_logps(
     if head == "trl":
         causal = base_model(model)
         lm_head, softcap = _output_layer(causal, head)
-        hidden = causal.base_model(**_model_inputs(microbatch)).last_hidden_state
+        hidden = causal.base_model(**_model_inputs(model, microbatch)).last_hidden_state
         return trl_logps(hidden, lm_head, softcap, microbatch, temperature)
     if head != "naive":
         raise UnsupportedModelError(f"loss.head: '{head}' is not one of naive, chunked, trl", field="head", found=head)
     keep = microbatch.completion_mask.shape[1]
-    inputs = _model_inputs(microbatch)
-    if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters:
+    inputs = _model_inputs(model, microbatch)
+    if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters and not microbatch.packed:
         inputs["logits_to_keep"] = keep + 1
     output = model(**inputs)
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
@@ -60,6 +62,10 @@ def policy_logps(
             "[B, T, V] or an object with .logits",
             found=type(output).__name__,
         )
+    if microbatch.places is not None:
+        if temperature != 1.0:
+            logits = logits / temperature
+        return picked(selected_logps(logits, microbatch.input_ids.roll(-1, 1)).float(), microbatch.places)
     logits = logits[:, :-1, :][:, -keep:, :]
     if temperature != 1.0:
         logits = logits / temperature
@@ -87,19 +93,36 @@ def base_model(model: nn.Module) -> Any:
     return model if get_base_model is None else get_base_model()
 
 
-def _model_inputs(microbatch: Microbatch) -> dict[str, Any]:
-    """Without padding the mask is left out: transformers drops a mask of ones itself, but only if it can read it."""
+def _model_inputs(model: nn.Module, microbatch: Microbatch) -> dict[str, Any]:
+    """Without padding the mask is left out: transformers drops a mask of ones itself, but only if it can read it.
+
+    Packed rows come with their positions alone. Raises UnsupportedModelError where the model takes none.
+    """
     mask = microbatch.attention_mask if microbatch.padded else None
-    return {"input_ids": microbatch.input_ids, "attention_mask": mask}
+    inputs = {"input_ids": microbatch.input_ids, "attention_mask": mask}
+    if not microbatch.packed:
+        return inputs
+    causal = base_model(model)
+    if "position_ids" not in inspect.signature(causal.forward).parameters:
+        raise UnsupportedModelError(
+            f"batch.layout: packed gives position_ids, which {type(causal).__name__} does not take; set batch.layout: "
+            "padded",
+            field="layout",
+            found="packed",
+        )
+    return inputs | {"position_ids": microbatch.position_ids}
 
 
 def _chunked(model: nn.Module, microbatch: Microbatch, temperature: float, chunk_tokens: int) -> Tensor:
     causal = base_model(model)
     lm_head, softcap = _output_layer(causal, "chunked")
     keep = microbatch.completion_mask.shape[1]
-    hidden = causal.base_model(**_model_inputs(microbatch)).last_hidden_state
-    hidden = hidden[:, -keep - 1 : -1, :]
-    targets = microbatch.input_ids[:, -keep:]
+    hidden = causal.base_model(**_model_inputs(model, microbatch)).last_hidden_state
+    if microbatch.packed:
+        targets = microbatch.input_ids.roll(-1, 1)
+    else:
+        hidden = hidden[:, -keep - 1 : -1, :]
+        targets = microbatch.input_ids[:, -keep:]
     logps = chunked_logps(
         hidden.reshape(-1, hidden.shape[-1]),
         lm_head.weight,
@@ -109,7 +132,8 @@ def _chunked(model: nn.Module, microbatch: Microbatch, temperature: float, chunk
         softcap=softcap,
         chunk_tokens=chunk_tokens,
     )
-    return logps.view(targets.shape)
+    logps = logps.view(targets.shape)
+    return logps if microbatch.places is None else picked(logps, microbatch.places)
 
 
 def _output_layer(causal: Any, head: str) -> tuple[nn.Linear, float | None]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hilore.planner.packing import PackedRow, pack, packed_lengths
 from hilore.planner.spec_types import Batch, ModelSpec
-from hilore.runtime.errors import UnsupportedModelError
 
 GROUP_SIZE = 8  # completions of one prompt: the group that rewards are normalised over
 FIRST_TOKEN = 3  # ids below are pad, begin and end of sequence in most vocabularies
@@ -23,6 +23,8 @@ class Microbatch:
 
     ``advantages`` float32 [B]; ``old_logps``, ``ref_logps`` float32 [B, Tr], or None: the ratio is 1, no reference.
     ``padded`` False says that the attention mask is all ones without having to read it (fake tensors cannot).
+    Layout packed: ``input_ids``, ``attention_mask`` and ``position_ids`` int64 [1, T] hold all sequences in one row,
+    ``places`` int64 [B, Tr] says where each completion token is predicted (planner/packing.py).
     """
 
     input_ids: Tensor
@@ -32,9 +34,16 @@ class Microbatch:
     old_logps: Tensor | None = None
     ref_logps: Tensor | None = None
     padded: bool = True
+    position_ids: Tensor | None = None
+    places: Tensor | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.position_ids is not None
 
     @property
     def rows(self) -> int:
+        """Rows of ``input_ids``: one where sequences are packed."""
         return self.input_ids.shape[0]
 
     @property
@@ -52,6 +61,8 @@ class Microbatch:
             advantages=self.advantages.to(device),
             old_logps=None if self.old_logps is None else self.old_logps.to(device),
             ref_logps=None if self.ref_logps is None else self.ref_logps.to(device),
+            position_ids=None if self.position_ids is None else self.position_ids.to(device),
+            places=None if self.places is None else self.places.to(device),
         )
 
 
@@ -91,9 +102,11 @@ def synthetic_microbatch(
     padding. Rewards are 0 or 1 in groups of ``GROUP_SIZE`` of which 1 to ``GROUP_SIZE - 1`` are right: the advantages
     of a group have a root mean square of 0.935. ``old_logps`` and ``ref_logps`` are None.
     Token ids lie below ``vocabulary`` (by default that of ``model.config``, else ``DEFAULT_VOCABULARY``).
-    Uses no global random state; may be called under FakeTensorMode. Raises UnsupportedModelError for layout packed.
+    Layout packed: sequences of planner/packing.py's lengths, no padding.
+    Uses no global random state; may be called under FakeTensorMode.
     """
-    refuse_packed(spec)
+    if spec.batch.layout == "packed":
+        return _synthetic_packed(spec, tokens, random.Random(seed), device, vocabulary)
     rows = spec.batch.microbatch
     draw = random.Random(seed)
     prompt, response = split_tokens(spec.batch, tokens)
@@ -115,12 +128,35 @@ def synthetic_microbatch(
     )
 
 
-def refuse_packed(spec: ModelSpec) -> None:
-    """Raise UnsupportedModelError for layout packed: rows of one sequence would need positions and row limits."""
-    if spec.batch.layout == "packed":
-        raise UnsupportedModelError(
-            "batch.layout: 'packed' cannot be built yet; set batch.layout: padded", field="layout", found="packed"
-        )
+def _synthetic_packed(
+    spec: ModelSpec, tokens: int, draw: random.Random, device: str | torch.device, vocabulary: int | None
+) -> Microbatch:
+    limit = vocabulary or int(spec.model.config.get("vocab_size", DEFAULT_VOCABULARY))
+    first = min(FIRST_TOKEN, limit - 1)
+    rows = [
+        [[draw.randrange(first, limit) for _ in range(length)] for length in lengths]
+        for lengths in packed_lengths(spec.batch, tokens)
+    ]
+    row = pack([(prompt, completion) for prompt, completion in rows], device)
+    advantages = torch.tensor(_advantages(draw, len(rows)), dtype=torch.float32, device=device)
+    return packed_microbatch(row, advantages)
+
+
+def packed_microbatch(
+    row: PackedRow, advantages: Tensor, old_logps: Tensor | None = None, ref_logps: Tensor | None = None
+) -> Microbatch:
+    """A microbatch of one packed row; ``advantages`` [B], log-probabilities [B, Tr]."""
+    return Microbatch(
+        input_ids=row.input_ids,
+        attention_mask=torch.ones_like(row.input_ids),
+        completion_mask=row.completion_mask,
+        advantages=advantages,
+        old_logps=old_logps,
+        ref_logps=ref_logps,
+        padded=False,
+        position_ids=row.position_ids,
+        places=row.places,
+    )
 
 
 def _lengths(draw: random.Random, rows: int, shortest: int, longest: int) -> list[int]:

@@ -19,7 +19,8 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from hilore.planner.microbatch import Microbatch, group_advantages, refuse_packed
+from hilore.planner.microbatch import Microbatch, group_advantages, packed_microbatch
+from hilore.planner.packing import pack
 from hilore.planner.spec_types import ModelSpec
 from hilore.runtime.errors import HiloreError
 
@@ -133,20 +134,46 @@ def from_rollouts(
 ) -> tuple[Microbatch, ...]:
     """Microbatches of ``spec.batch.microbatch`` rows in the order given, each as wide as its longest rows.
 
-    A last, smaller microbatch is kept. ``vocabulary``: token ids must lie below it. ``places``: what to call each
-    rollout in messages (by default its number). Raises RolloutFileError for a row longer than the batch section
-    allows, a token id out of range, and a microbatch in which some rows have ``old_logps`` (``ref_logps``) and others
-    none.
+    Layout packed: one row of up to so many sequences, as long as they fit the longest length bucket. A last, smaller
+    microbatch is kept. ``vocabulary``: token ids must lie below it. ``places``: what to call each rollout in messages
+    (by default its number). Raises RolloutFileError for a row longer than the batch section allows, a token id out of
+    range, and a microbatch in which some rows have ``old_logps`` (``ref_logps``) and others none.
     """
-    refuse_packed(spec)
     places = places or [f"rollout {number}" for number in range(1, len(rollouts) + 1)]
     rollouts = with_advantages(rollouts, places)
     for place, rollout in zip(places, rollouts, strict=True):
         _check_row(place, rollout, spec, vocabulary)
+    if spec.batch.layout == "packed":
+        chunks = _packed_chunks(rollouts, spec)
+        return tuple(_pack(rollouts[start:end], places[start]).to(device) for start, end in chunks)
     size = spec.batch.microbatch
     return tuple(
         _collate(rollouts[start : start + size], pad_token, places[start]).to(device)
         for start in range(0, len(rollouts), size)
+    )
+
+
+def _packed_chunks(rollouts: Sequence[Rollout], spec: ModelSpec) -> list[tuple[int, int]]:
+    """Beginnings and ends of microbatches that fit one row of the longest bucket."""
+    chunks, start, tokens = [], 0, 0
+    for place, rollout in enumerate(rollouts):
+        length = len(rollout.prompt_ids) + len(rollout.completion_ids)
+        full = place - start == spec.batch.microbatch or tokens + length > spec.batch.length_buckets[-1]
+        if full and place > start:
+            chunks.append((start, place))
+            start, tokens = place, 0
+        tokens += length
+    return [*chunks, (start, len(rollouts))] if rollouts else []
+
+
+def _pack(rows: Sequence[Rollout], place: str) -> Microbatch:
+    row = pack([(one.prompt_ids, one.completion_ids) for one in rows])
+    width = row.completion_mask.shape[1]
+    return packed_microbatch(
+        row,
+        torch.tensor([one.advantage or 0.0 for one in rows], dtype=torch.float32),
+        _logps([one.old_logps for one in rows], width, f"{place}: old_logps"),
+        _logps([one.ref_logps for one in rows], width, f"{place}: ref_logps"),
     )
 
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from hilore.planner.devices import UnknownGpuError, gpu_named
+from hilore.planner.packing import SHORTEST
 from hilore.planner.spec_config import config_problems
 from hilore.planner.spec_types import Batch, CalibrationSpec, Device, ModelSource, Parallel, Precision
 from hilore.planner.yaml_lines import Document, Problem
@@ -20,11 +21,14 @@ def combined_problems(values: dict[str, Any], document: Document) -> list[Proble
     problems: list[Problem] = []
     model, batch, calibration = values["model"], values["batch"], values["calibration"]
     precision, parallel, adapter = values["precision"], values["parallel"], values["adapter"]
-    device = values["device"]
+    device, loss = values["device"], values["loss"]
     if model is not None:
         problems.extend(_model_problems(model, document))
     if batch is not None:
         problems.extend(_bucket_problems(batch, document))
+    if batch is not None and loss is not None and batch.layout == "packed" and loss.head == "trl":
+        text = "loss.head: trl is the head of TRL's trainer, which pads; with layout: packed use naive or chunked"
+        problems.append(Problem(document.line("loss", "head"), text))
     if device is not None:
         problems.extend(_device_problems(device, document))
     if calibration is not None:
@@ -56,9 +60,30 @@ def _bucket_problems(batch: Batch, document: Document) -> list[Problem]:
     longest = batch.prompt_tokens + batch.response_tokens
     if not buckets or list(buckets) != sorted(set(buckets)):
         return [Problem(line, f"batch.length_buckets must ascend, found {list(buckets)}")]
+    if batch.layout == "packed":
+        return _packed_problems(batch, longest, line)
     if buckets[-1] != longest:
         text = f"the last of batch.length_buckets is {buckets[-1]}, but the longest row has {longest} tokens"
         return [Problem(line, f"{text} (prompt_tokens + response_tokens)")]
+    return []
+
+
+def _packed_problems(batch: Batch, longest: int, line: int) -> list[Problem]:
+    """Rows of several sequences: the longest sequence fits the last bucket, one token each of all fits the first."""
+    sequences, buckets = batch.microbatch, batch.length_buckets
+    if not longest <= buckets[-1] <= sequences * longest:
+        text = (
+            f"the last of batch.length_buckets is {buckets[-1]}; with layout: packed it must hold the longest sequence"
+        )
+        return [
+            Problem(
+                line,
+                f"{text} ({longest} tokens) and no more than all {sequences} of a microbatch ({sequences * longest})",
+            )
+        ]
+    if buckets[0] < SHORTEST * sequences:
+        text = f"batch.length_buckets begins with {buckets[0]} tokens, which do not hold {sequences} sequences"
+        return [Problem(line, f"{text} of at least {SHORTEST} tokens")]
     return []
 
 

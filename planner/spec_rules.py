@@ -201,11 +201,13 @@ def fill_derived(raw: dict[str, dict[str, Any] | None], taken: dict[str, Any]) -
     trainable = _dtype_or(adapter.get("dtype"), params)
     tokens = (batch.get("prompt_tokens"), batch.get("response_tokens"))
     longest = sum(count for count in tokens if type(count) is int)
+    rows = batch.get("microbatch")
+    sequences = rows if batch.get("layout") == "packed" and type(rows) is int else 1
     derived: dict[str, Any] = {
         "precision.compute": "bfloat16" if precision.get("autocast") is True else params,
         "precision.grads": trainable,
         "optimizer.state": _dtype_or(precision.get("master"), trainable),
-        "batch.length_buckets": [max(longest, 1)],
+        "batch.length_buckets": [max(longest, 1) * sequences],
     }
     for key, value in derived.items():
         name, _, item = key.partition(".")

@@ -64,7 +64,10 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``microbatch``: rows; ``length_buckets``: tokens per row (prompt and response), ascending."""
+    """``microbatch``: sequences; ``length_buckets``: tokens per row, ascending.
+
+    A padded row holds one sequence (prompt and response); layout packed has all sequences of a microbatch in one row.
+    """
 
     __pydantic_config__ = _STRICT
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from hilore.planner.actor import Actor, policy_loss
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.optimizer import make_optimizer
+from hilore.planner.packing import reversed_sequences
 from hilore.planner.rivals import Policy, Running
 from hilore.runtime.exposure import exposure_before_forward
 from hilore.runtime.losses import LossSpec
@@ -137,8 +138,11 @@ def float32_twin(actor: Actor) -> Actor:
 def reshuffled(microbatch: Microbatch, padding: int = CONTROL_PADDING) -> Microbatch:
     """The same rollouts in another layout: rows in reverse, ``padding`` more columns on the left.
 
-    In exact arithmetic its gradients are the same, so what they differ by is the noise of the dtype.
+    In exact arithmetic its gradients are the same, so what they differ by is the noise of the dtype. A packed row
+    holds its sequences in the opposite order.
     """
+    if microbatch.packed:
+        return reversed_sequences(microbatch)
 
     def flip(tensor: Tensor) -> Tensor:
         return tensor.flip(0)

@@ -262,7 +262,7 @@ def _fingerprint(fake: Actor, target: Target) -> dict[str, object]:
         gpu = named if target.estimated else torch.cuda.get_device_name()
     return fingerprint_model(fake) | {
         "layout": spec.batch.layout,
-        "rows": spec.batch.microbatch,
+        "rows": 1 if spec.batch.layout == "packed" else spec.batch.microbatch,
         "region_grain": spec.region_grain,
         GRAIN_FIELD: ADAPTED,
         "parallel": spec.parallel.kind,

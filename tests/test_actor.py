@@ -249,7 +249,8 @@ def test_gemma2_with_sdpa_names_the_setting_to_change() -> None:
     assert build_actor(spec).model.config._attn_implementation == "eager"
 
 
-def test_layout_packed_is_refused_by_name() -> None:
+def test_layout_packed_gives_one_row_of_all_sequences() -> None:
     actor = build_actor(spec_of(batch="{microbatch: 2, prompt_tokens: 8, response_tokens: 8, layout: packed}"))
-    with pytest.raises(UnsupportedModelError, match=r"^batch\.layout: 'packed' cannot be built yet"):
-        microbatch_of(actor, 16)
+    microbatch = microbatch_of(actor, 32)
+    assert microbatch.input_ids.shape == (1, 32)
+    assert microbatch.completion_mask.shape == (2, 8)
