@@ -12,18 +12,15 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 try:
     import typer
 except ModuleNotFoundError as missing:
     raise SystemExit(f"hilore-plan needs {missing.name}: pip install 'hilore-plan[planner]'") from None
 
-from hilore import cli_views
-from hilore.cli_output import JsonOption, PlansArgument, TraceOption, complain, print_json, print_parts
-
-if TYPE_CHECKING:
-    from hilore.planner.trace import Trace
+from hilore import cli_measures, cli_views
+from hilore.cli_output import JsonOption, TraceOption, complain, print_json, print_parts
 
 DEBUG = "HILORE_DEBUG"
 EXTRAS = {
@@ -175,48 +172,14 @@ def solve(
     raise typer.Exit(result.exit_code)
 
 
-@app.command()
-def verify(
-    plans: PlansArgument,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="MODEL.YAML", help="The actor. Default: the one of the trace.")
-    ] = None,
-    trace_path: TraceOption = None,
-    fake: Annotated[
-        bool, typer.Option("--fake", help="Under fake tensors: peaks alone, of any size of model.")
-    ] = False,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed rounds, policies interleaved.")] = 5,
-    as_json: JsonOption = False,
-) -> None:
-    """Run updates under plans; compare measured with predicted peak, time and gradient error. Exit 6 on a breach."""
-    from hilore.planner import plan_view
-    from hilore.planner.progress import progress_bar
-    from hilore.planner.spec import load_spec, spec_from_dict
-    from hilore.planner.tracefile import load_trace, newest_trace
-    from hilore.runtime.planfile import load_plan
-
-    loaded = [load_plan(path) for path in plans]
-    found: Trace | None = None
-    if model is None:
-        found = load_trace(trace_path if trace_path is not None else newest_trace())
-        spec = spec_from_dict(found.spec)
-    else:
-        spec = load_spec(model)
-        if trace_path is not None:
-            found = load_trace(trace_path)
-    from hilore.planner.check import verify_plans
-
-    with progress_bar() as progress:
-        checked = verify_plans(loaded, spec, trace=found, fake=fake, rounds=rounds, progress=progress)
-    if as_json:
-        print_json(plan_view.check_json(checked))
-    else:
-        print_parts(plan_view.check_table(checked), *plan_view.check_lines(checked))
-    raise typer.Exit(checked.exit_code)
-
-
-for view in (cli_views.show, cli_views.explain, cli_views.diff):
-    app.command()(view)
+for command in (
+    cli_measures.verify,
+    cli_measures.bench,
+    cli_views.show,
+    cli_views.explain,
+    cli_views.diff,
+):
+    app.command()(command)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench.measure import Options, all_breaches, measure_model, tiny
-from bench.policies import DELTAS, GRAINS
 from hilore.planner.paired import RESAMPLES
+from hilore.planner.sidebyside_model import QUICK_ROUNDS, Options, all_breaches, measure_model, tiny
+from hilore.planner.sidebyside_policies import DELTAS, GRAINS
 from hilore.planner.spec import load_spec
 from hilore.planner.spec_types import ModelSpec
 from hilore.runtime.errors import HiloreError
 
 MODELS = ("examples/qwen2_shape.yaml", "examples/qwen2_shape_chunked.yaml")
 PRIOR_MODEL = "examples/smollm2.yaml"
-QUICK_ROUNDS = 3
 BREACH = 6
 PIPE_WIDTH = 200
 
@@ -72,6 +71,7 @@ def _options(given: argparse.Namespace) -> Options:
         time_limit_s=given.time_limit,
         grains=tuple(given.grains) if given.grains else None,
         deltas=tuple(given.deltas),
+        command="python -m bench",
     )
 
 
@@ -81,14 +81,15 @@ def _specs(given: argparse.Namespace, default: Sequence[str]) -> list[ModelSpec]
 
 
 def _policies(given: argparse.Namespace) -> int:
-    from bench.table import model_parts, models_json, write_json
+    from bench.table import bench_parts, command, write_json
+    from hilore.planner.sidebyside_report import models_json
 
     options, reports = _options(given), []
     for spec in _specs(given, MODELS):
         with _progress(spec.name) as progress:
             reports.append(measure_model(spec, options, progress))
-        _print(*model_parts(reports[-1]))
-    _written(write_json, models_json(reports, options.threads), given)
+        _print(*bench_parts(reports[-1]))
+    _written(write_json, models_json(reports, options.threads, command()), given)
     return BREACH if all_breaches(reports) else 0
 
 
@@ -109,7 +110,8 @@ def _prior(given: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from bench.prior import measure_prior
-    from bench.table import environment, write_json
+    from bench.table import command, write_json
+    from hilore.planner.sidebyside_report import environment
     from hilore.planner.tracing import trace_spec
 
     options = _options(given)
@@ -122,7 +124,7 @@ def _prior(given: argparse.Namespace) -> int:
     for row in rows:
         table.add_row(row.kind, row.codec, f"{row.kept_percent:.3f}", f"{row.recomputed_percent:.3f}")
     _print(table)
-    data: Data = {"environment": environment(options.threads), "prior": [asdict(row) for row in rows]}
+    data: Data = {"environment": environment(options.threads, command()), "prior": [asdict(row) for row in rows]}
     _written(write_json, data, given)
     return 0
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from bench.measure import Options, update_at_reference
 from hilore.planner.actor import Actor, build_actor
 from hilore.planner.handmade import handmade_plan
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.paired import Interval, median_interval, paired_ratio, resampled_rounds
 from hilore.planner.rivals import PlanPolicy
 from hilore.planner.sidebyside import Contender, SideBySide, fixed_conditions, measure_policies
+from hilore.planner.sidebyside_model import Options, update_at_reference
 from hilore.planner.sidebyside_runs import Progress
 from hilore.planner.spec_types import Adapter, ModelSpec
 from hilore.planner.stepping import prepare_gradients, run_step

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import shlex
 import sys
-import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
-from bench.measure import ModelReport
 from bench.overhead import LARGEST_RATIO, LARGEST_SHARE, OverheadReport
-from hilore.planner.budget import MIB
+from hilore.planner.files import replace_file
 from hilore.planner.paired import Interval
-from hilore.planner.sidebyside_view import plan_table, result_lines, result_table, share_interval
-from hilore.runtime.fingerprint import versions
+from hilore.planner.sidebyside_model import ModelReport
+from hilore.planner.sidebyside_report import environment, model_parts
+from hilore.planner.sidebyside_view import result_lines, result_table, share_interval
 
 # Shares of No-GC's gain that the unit-grain plans must reach on examples/qwen2_shape.yaml, by ceiling and delta.
 FLOORS = {
@@ -35,24 +29,9 @@ FLOORS = {
 FLOORS_FOR = "qwen2-shape"
 
 
-def model_parts(report: ModelReport) -> list[Table | str]:
-    """What is printed of one model."""
-    one = report.hidden_tensor_bytes / MIB
-    title = (
-        f"{report.name}: {report.layers} layers, d {report.hidden}, {report.tokens} tokens, {report.head} head; one "
-        f"hidden-sized tensor per layer (1 d) is {one:g} MiB, ceilings are GC's measured peak + 0, 2.5 and 5 d"
-    )
-    parts: list[Table | str] = [title, result_table(report.result), plan_table(report.result)]
-    parts += result_lines(report.result)
-    for solved in report.solved:
-        if solved.message:
-            parts.append(f"no plan: {solved.policy} {solved.ceiling}: {solved.message}")
-        elif solved.status != "optimal":
-            parts.append(f"not proven: {solved.policy} {solved.ceiling}: {solved.status}, gap {solved.gap:.3%}")
-    parts += [f"note: {note}" for note in report.trace_notes]
-    if report.name == FLOORS_FOR:
-        parts += floor_lines(report)
-    return parts
+def bench_parts(report: ModelReport) -> list[Table | str]:
+    """What is printed of one model, with the floors where there are any for it."""
+    return [*model_parts(report), *(floor_lines(report) if report.name == FLOORS_FOR else [])]
 
 
 def floor_lines(report: ModelReport) -> list[str]:
@@ -83,50 +62,19 @@ def overhead_parts(report: OverheadReport) -> list[Table | str]:
     ]
 
 
-def environment(threads: int) -> dict[str, Any]:
-    """Where and with what a measurement was made."""
-    return {
-        "command": shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
-        "device": _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "python": platform.python_version(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "versions": {name: value for name, value in versions().items() if name.endswith("_patch")},
-    }
-
-
-def models_json(reports: Sequence[ModelReport], threads: int) -> dict[str, Any]:
-    return {"environment": environment(threads), "models": [asdict(report) for report in reports]}
+def command() -> str:
+    """As it was typed."""
+    return shlex.join(["python", "-m", "bench", *sys.argv[1:]])
 
 
 def overhead_json(report: OverheadReport, threads: int) -> dict[str, Any]:
-    return {"environment": environment(threads), "overhead": asdict(report)}
+    return {"environment": environment(threads, command()), "overhead": asdict(report)}
 
 
 def write_json(data: dict[str, Any], path: str) -> None:
     """Replace ``path`` whole or not at all; its folder is made where it is missing."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(data, file, indent=1, allow_nan=False)
-            file.write("\n")
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    replace_file(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 def _ratio(interval: Interval) -> str:
     return f"{interval.value:.4f} ({interval.low:.4f} to {interval.high:.4f})"
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

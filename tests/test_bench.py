@@ -10,14 +10,15 @@ import pytest
 
 from bench import overhead
 from bench.__main__ import main
-from bench.measure import ModelReport, Options, tiny
 from bench.overhead import BOOKKEEPING, bookkeeping_of_steps, by_exposure, full_fine_tuning, stopwatch
-from bench.policies import Ceiling, best_blocks, ceilings, every_n_layers
-from bench.table import FLOORS, environment, floor_lines, write_json
+from bench.table import FLOORS, floor_lines, write_json
 from hilore.planner.actor import build_actor, microbatch_of
 from hilore.planner.paired import Interval
 from hilore.planner.rivals import HuggingFaceCheckpointing, NoCheckpointing, PlanPolicy, first_held, last_held
 from hilore.planner.sidebyside import Measured, SideBySide, measure_peak
+from hilore.planner.sidebyside_model import ModelReport, Options, tiny
+from hilore.planner.sidebyside_policies import Ceiling, best_blocks, ceilings, every_n_layers
+from hilore.planner.sidebyside_report import environment
 from hilore.planner.spec import load_spec
 from hilore.runtime.runtime import Runtime
 from tests.plans import plan_for
@@ -137,7 +138,7 @@ def test_bookkeeping_is_measured_in_real_steps_that_switch_plans() -> None:
 
 def test_the_json_replaces_its_file_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "bench.json"
-    write_json({"environment": environment(1)}, str(path))
+    write_json({"environment": environment(1, "python -m bench")}, str(path))
     first = path.read_text(encoding="utf-8")
     assert json.loads(first)["environment"]["threads"] == 1
     with pytest.raises(ValueError, match="not JSON compliant"):

@@ -18,7 +18,6 @@ from hilore.runtime.errors import HiloreError
 EXTRA_TENSORS = (0.0, 2.5, 5.0)
 GRAINS = ("layer", "unit")
 DELTAS = (0.0, 1.0)
-COMMAND = "python -m bench"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,7 @@ def solved_plans(
     grains: tuple[str, ...] = GRAINS,
     deltas: tuple[float, ...] = DELTAS,
     time_limit_s: float,
-    command: str = COMMAND,
+    command: str = "",
 ) -> tuple[list[Contender], list[Solved]]:
     """Plans of every grain and delta under every ceiling. Where there is none, the reason stands for it."""
     contenders, solved = [], []

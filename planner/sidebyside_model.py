@@ -5,18 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.policies import DELTAS, GRAINS, Ceiling, Solved, best_blocks, ceilings, every_n_layers, solved_plans
 from hilore.planner.actor import Actor, build_actor, microbatch_of
+from hilore.planner.estimate import Target, target_of
 from hilore.planner.head import base_model
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.rivals import checkpointed_layers
 from hilore.planner.sidebyside import SideBySide, fixed_conditions, measure_peak, measure_policies
+from hilore.planner.sidebyside_policies import (
+    DELTAS,
+    GRAINS,
+    Ceiling,
+    Solved,
+    best_blocks,
+    ceilings,
+    every_n_layers,
+    solved_plans,
+)
 from hilore.planner.sidebyside_runs import GC, Progress
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.stepping import at_exposure
 from hilore.planner.trace import Trace
 from hilore.planner.tracing import trace_spec
 from hilore.planner.verify import largest_bucket, reference_peaks
+from hilore.runtime.errors import HiloreError
+
+ROUNDS, QUICK_ROUNDS = 15, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +39,7 @@ class Options:
     ``grains`` of the plans; None: both with the naive head, calls alone with the chunked one, to save the minutes.
     """
 
-    rounds: int = 15
+    rounds: int = ROUNDS
     warm_up_rounds: int = 1
     microbatches: int = 2
     resamples: int = 2000
@@ -35,6 +48,7 @@ class Options:
     time_limit_s: float = 20.0
     grains: tuple[str, ...] | None = None
     deltas: tuple[float, ...] = DELTAS
+    command: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +69,28 @@ class ModelReport:
 
 
 def measure_model(spec: ModelSpec, options: Options, progress: Progress) -> ModelReport:
-    """Trace, solve and measure one actor. Raises what tracing, solving and attaching raise."""
+    """Trace, solve and measure one actor on the device that is here, in one process.
+
+    Raises HiloreError where the actor is meant for another device or for several ranks, and what tracing, solving and
+    attaching raise.
+    """
+    target = target_of(spec)
+    _refuse_elsewhere(spec, target)
     with fixed_conditions(options.threads):
         trace = trace_spec(spec, progress)
-        actor = build_actor(spec, live_adapters=True, seed=options.seed)
+        actor = build_actor(spec, device=target.device, live_adapters=True, seed=options.seed)
         microbatches = update_at_reference(actor, trace, options)
         exist = trace.fixed.gradient_bytes > 0
         other_bytes = trace.fixed.other_bytes
         limits = _ceilings(actor, microbatches[0], exist, other_bytes)
         blocks = best_blocks(actor, microbatches[0], limits, gradients_exist=exist, other_bytes=other_bytes)
         plans, solved = solved_plans(
-            trace, limits, grains=_grains(spec, options), deltas=options.deltas, time_limit_s=options.time_limit_s
+            trace,
+            limits,
+            grains=_grains(spec, options),
+            deltas=options.deltas,
+            time_limit_s=options.time_limit_s,
+            command=options.command,
         )
     layers = len(checkpointed_layers(actor.model))
     contenders = [*every_n_layers(layers)]
@@ -101,6 +126,20 @@ def measure_model(spec: ModelSpec, options: Options, progress: Progress) -> Mode
     )
 
 
+def _refuse_elsewhere(spec: ModelSpec, target: Target) -> None:
+    where = spec.path or spec.name
+    if target.estimated:
+        raise HiloreError(
+            f"{where}: device is {target.label}, which is not here, and policies are measured where they run; set "
+            "device: {kind: cpu} in a copy of it, or predict: hilore-plan frontier"
+        )
+    if spec.parallel.kind != "none":
+        raise HiloreError(
+            f"{where}: parallel.kind is {spec.parallel.kind}, and policies are measured in one process, whose memory "
+            "is not that of a rank; use a model.yaml with parallel: {kind: none}, or predict: hilore-plan frontier"
+        )
+
+
 def update_at_reference(actor: Actor, trace: Trace, options: Options) -> list[Microbatch]:
     """Synthetic microbatches of the largest bucket, their advantages scaled to the reference exposure."""
     tokens = largest_bucket(trace).tokens
@@ -109,7 +148,12 @@ def update_at_reference(actor: Actor, trace: Trace, options: Options) -> list[Mi
 
 
 def tiny(spec: ModelSpec) -> ModelSpec:
-    """The same proportions at a width, depth and length that take seconds (for tests). Needs source hf-config."""
+    """The same proportions at a width, depth and length that take seconds. Raises HiloreError unless hf-config."""
+    if spec.model.source != "hf-config":
+        raise HiloreError(
+            f"{spec.path or spec.name}: model.source is {spec.model.source}; a tiny model of its shape can be made of "
+            "hf-config alone"
+        )
     config = spec.model.config | {
         "hidden_size": 64,
         "intermediate_size": 344,
