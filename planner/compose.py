@@ -60,7 +60,7 @@ def make_plan(
     Raises InternalError where its figures are not the solver's, or a limit is broken.
     """
     regions = tuple(
-        _region_plan(region.name, region.configurations[index])
+        region_plan(region.name, region.configurations[index])
         for region, index in zip(job.problem.regions, solution.choice, strict=True)
     )
     verified = verify(job.problem, solution.choice)
@@ -104,7 +104,7 @@ def make_plan(
         provenance=provenance,
         confidence=trace.calibration.confidence if trace.calibration.calibrated else 0.0,
     )
-    return plan, _row(plan, job.problem.constant_ns)
+    return plan, _row(plan, verify(job.problem, solution.greedy_choice))
 
 
 def _regime(interval: RegimeInterval) -> Regime:
@@ -139,7 +139,7 @@ def update_error(risk: int) -> float:
     return math.sqrt(risk / RISK_SCALE)
 
 
-def _row(plan: Plan, constant_ns: int) -> SolveRow:
+def _row(plan: Plan, greedy: Verified) -> SolveRow:
     return SolveRow(
         tokens=plan.length_bucket,
         regime=plan.regime.label,
@@ -152,13 +152,15 @@ def _row(plan: Plan, constant_ns: int) -> SolveRow:
         step_ns=plan.predicted.step_ns,
         gain=plan.predicted.gc_step_ns / plan.predicted.step_ns - 1,
         risk=plan.predicted.risk,
-        greedy_step_ns=constant_ns + plan.solver.greedy_ns,
+        greedy_step_ns=greedy.step_ns,
         status=plan.solver.status,
         gap=plan.solver.gap,
+        greedy_peak_bytes=greedy.peak_bytes,
     )
 
 
-def _region_plan(name: str, configuration: Configuration) -> RegionPlan:
+def region_plan(name: str, configuration: Configuration) -> RegionPlan:
+    """A region of a plan from its configuration; unit names get the region's."""
     units = tuple(
         UnitPlan(
             name=f"{name}.{unit.name}",

@@ -42,6 +42,7 @@ class SolveRow:
     greedy_step_ns: int
     status: str
     gap: float
+    greedy_peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,15 @@ def _references(bucket: Bucket, *, gc: bool) -> list[RegionCost]:
     return costs
 
 
+def verify_costs(trace: Trace, bucket: Bucket, costs: Sequence[RegionCost]) -> Verified:
+    """Peak and time of a policy that no plan describes, from what each region costs under it."""
+    priced = list(costs)
+    first = bucket.classes[bucket.regions[0].class_index]
+    held_without = priced[0].held and not first.hold.keeps_boundary
+    priced[0] = without_boundary(priced[0], bucket.outside.leaf_boundary_bytes, held=held_without)
+    return _verified(surroundings(trace, bucket), priced)
+
+
 def _verified(around: Surroundings, costs: Sequence[RegionCost]) -> Verified:
     peak = max(events(around, costs), key=lambda event: event.live_bytes)
     demoted = max(event.live_bytes for event in events(around, costs, demoted=True))
