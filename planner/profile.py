@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from hilore.planner.regionrun import RegionRunner, Split
 from hilore.planner.trace import CodecCost
 from hilore.runtime.ambient import running
 from hilore.runtime.codecs import get_codec, warm_up
+from hilore.runtime.frame import Frame
 from hilore.runtime.region import RegionBinding
 from hilore.runtime.unit import output_of
 
@@ -93,6 +95,7 @@ def time_region(
 ) -> RegionTimes:
     """Times of one region. ``dead``: units (relative) that no replay needs once all others are kept."""
     left_out = frozenset(dead)
+    plain = runner.without_units()
     kept = [name for name in runner.units if name not in left_out]
     samples: dict[str, list[int]] = {key: [] for key in ("forward", "backward", "fixed", "gc", "early")}
     units: dict[str, list[int]] = {name: [] for name in runner.units}
@@ -102,12 +105,14 @@ def time_region(
             began = clock()
             output = runner.call(runner.inputs.fresh_boundary())
             forward_ns = clock() - began
+        # What a unit costs in a replay counts; of one that no replay runs to its end, the forward's time stands.
+        unit_ns = stopwatch.took_ns | _units_in_a_replay(runner, clock)
         root = output.float().sum()
         began = clock()
         root.backward()  # type: ignore[no-untyped-call]
         backward_ns = clock() - began
         fixed_ns = _replay(runner, kept, left_out, clock)
-        gc_ns = _replay(runner, (), frozenset(), clock)
+        gc_ns = _replay(plain, (), frozenset(), clock)
         early_ns = _replay(runner, kept, left_out, clock, Split(split_at, ())) if split_at else 0
         if turn < warm_up_runs:
             continue
@@ -115,7 +120,7 @@ def time_region(
         took_ns = {"forward": forward_ns, "backward": backward_ns, "fixed": fixed_ns, "gc": gc_ns, "early": early_ns}
         for key, value in took_ns.items():
             samples[key].append(value)
-        for name, took in stopwatch.took_ns.items():
+        for name, took in unit_ns.items():
             units[name].append(took)
     for parameter in runner.binding.module.parameters():
         parameter.grad = None
@@ -166,6 +171,33 @@ def _replay(
     took = clock() - began
     del output
     return took
+
+
+def _units_in_a_replay(runner: RegionRunner, clock: Clock) -> dict[str, int]:
+    """What each unit took in one replay that runs all of them, by relative name."""
+    frame = runner.frame((), (), runner.inputs.fresh_boundary(), kind=functools.partial(_TimedFrame, clock))
+    output = frame.run()
+    frame.replay(late=True)
+    del output
+    assert isinstance(frame, _TimedFrame)
+    return {name: frame.took_ns[unit.name] for name, unit in runner.units.items() if unit.name in frame.took_ns}
+
+
+class _TimedFrame(Frame):
+    """Times every unit's call in its replay."""
+
+    def __init__(self, clock: Clock, region: RegionBinding, *forward: Any) -> None:
+        super().__init__(region, *forward)
+        self.took_ns: dict[str, int] = {}
+        self._clock = clock
+        self._intercepted = frozenset(region.units)
+
+    def unit_call(self, unit_name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        began = self._clock()
+        result = super().unit_call(unit_name, call, args, kwargs)
+        if self.replaying:
+            self.took_ns[unit_name] = self._clock() - began
+        return result
 
 
 class Stopwatch:

@@ -111,12 +111,17 @@ class RegionRunner:
         return _first_tensor(self.binding.module(boundary, *self.inputs.args, **self.inputs.kwargs))
 
     def frame(
-        self, kept: Iterable[str], dead: Iterable[str], boundary: torch.Tensor, split: Split | None = None
+        self,
+        kept: Iterable[str],
+        dead: Iterable[str],
+        boundary: torch.Tensor,
+        split: Split | None = None,
+        kind: Callable[..., Frame] = Frame,
     ) -> Frame:
         """A frame of this region that keeps ``kept`` exactly and leaves out ``dead`` (relative names)."""
         choice = choice_for(self.binding.name, self.units, frozenset(kept), frozenset(dead), split)
         forward = self.binding.module.forward
-        return Frame(self.binding, choice, forward, (boundary, *self.inputs.args), self.inputs.kwargs)
+        return kind(self.binding, choice, forward, (boundary, *self.inputs.args), self.inputs.kwargs)
 
     def with_frame(
         self, kept: Iterable[str], dead: Iterable[str], boundary: torch.Tensor, split: Split | None = None
@@ -133,6 +138,10 @@ class RegionRunner:
             return module(hidden, *inputs.args, **inputs.kwargs)
 
         return _first_tensor(checkpoint(forward, boundary, use_reentrant=False))
+
+    def without_units(self) -> RegionRunner:
+        """The same as gradient checkpointing sees it: nothing inside is known."""
+        return replace(self, binding=RegionBinding(self.binding.name, self.binding.module, {}), units={})
 
     def without_history(self) -> RegionRunner:
         """The same with a boundary that needs no gradient."""

@@ -25,7 +25,7 @@ from hilore.runtime.naming import canonical_modules
 from hilore.runtime.plan import Plan, RegionPlan
 from hilore.runtime.runtime import Runtime
 
-Learnt = dict[str, dict[tuple[Any, ...], Any]]
+Learnt = dict[str, tuple[dict[tuple[Any, ...], Any], dict[tuple[Any, ...], Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +149,17 @@ class PlanPolicy:
         # A trainer attaches once; what the first steps learn about units is handed on to the next attachment.
         for region in runtime.regions:
             for unit in region.units.values():
-                unit.derivations.update(self._learnt.setdefault(unit.name, {}))
+                derivations, sums = self._learnt.setdefault(unit.name, ({}, {}))
+                unit.derivations.update(derivations)
+                unit.sums.update(sums)
         try:
             yield Running((), runtime)
         finally:
             for region in runtime.regions:
                 for unit in region.units.values():
-                    self._learnt[unit.name].update(unit.derivations)
+                    derivations, sums = self._learnt[unit.name]
+                    derivations.update(unit.derivations)
+                    sums.update(unit.sums)
             runtime.detach()
 
 

@@ -28,6 +28,7 @@ Known = dict[tuple[Any, ...], Derivation | None]
 GRAIN_FIELD = "unit_grain"
 ADAPTED = "adapted"
 _FRONT = ("lora_dropout", "lora_A")
+_LAST = ("lora_B",)
 
 
 def is_adapted_linear(module: nn.Module) -> bool:
@@ -42,9 +43,21 @@ def is_adapted_linear(module: nn.Module) -> bool:
 
 def front_modules(module: nn.Module) -> tuple[nn.Module, ...]:
     """The modules of a unit's front; none for a plain linear."""
-    if not is_adapted_linear(module):
-        return ()
-    containers = [module._modules[name] for name in _FRONT if name in module._modules]
+    return _children(module, _FRONT) if is_adapted_linear(module) else ()
+
+
+def part_modules(layer: nn.Module) -> tuple[nn.Module, ...]:
+    """All modules of a LoRA layer's adapters: the front and lora_B."""
+    return _children(layer, (*_FRONT, *_LAST))
+
+
+def last_modules(layer: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules of a LoRA layer whose results are scaled and added."""
+    return _children(layer, _LAST)
+
+
+def _children(module: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, ...]:
+    containers = [module._modules[name] for name in names if name in module._modules]
     found = [part for container in containers if container is not None for part in container.children()]
     return tuple(part for part in found if not isinstance(part, nn.Identity))
 

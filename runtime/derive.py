@@ -144,10 +144,10 @@ def _reproduces(candidate: Derivation, source: torch.Tensor, value: torch.Tensor
             return False
         if isinstance(value, FakeTensor):
             return True
-        return _same_bits(derived, value)
+        return same_bits(derived, value)
 
 
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Bitwise equality; NaN equals the same NaN."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False

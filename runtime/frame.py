@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hilore.runtime.ambient import AutocastState, RandomState, RunningAs, device_type_of, tensors_in
 from hilore.runtime.audit import perturb
 from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
+from hilore.runtime.rerun import run_again
 from hilore.runtime.saved import Entry, mutated, version_of
 from hilore.runtime.slots import Direct, Slot, is_parameter
 from hilore.runtime.unit import UnitRecord, output_of
@@ -55,7 +56,9 @@ class Frame:
         self.actions = choice.actions(region)
         self.recordable = choice.recordable(region)
         self.split_at = choice.split_at(region)
-        self._intercepted = self.recordable | {self.split_at} if self.split_at else self.recordable
+        self._intercepted = self.recordable | region.adapted_units
+        if self.split_at:
+            self._intercepted |= {self.split_at}
         self.call = call
         self.args = args
         self.kwargs = kwargs
@@ -252,7 +255,7 @@ class Frame:
     ) -> Any:
         record = self.records.get(unit_name)
         if record is None:
-            return call(*args, **kwargs)
+            return run_again(self.region.units[unit_name], call, args, kwargs)
         if unit_name in self._answered:
             raise self.mismatch(f"{unit_name} was called twice")
         self._answered.add(unit_name)
@@ -279,7 +282,7 @@ class Frame:
         self.record = record
         self._entry_cursor = 0
         try:
-            result = call(*args, **kwargs)
+            result = run_again(record.unit, call, args, kwargs)
         finally:
             self.record = None
         if self._entry_cursor != len(record.entries):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ from hilore.runtime.saved import Entry, Kept, Layout, Role, Watch
 
 if TYPE_CHECKING:
     from hilore.runtime.frame import Frame
+    from hilore.runtime.rerun import Sum
 
 
 ACTIVATION = "activation"
@@ -40,6 +41,7 @@ class UnitBinding:
     """A unit of the plan bound to the model. ``module`` runs the call (attention: the module that calls it).
 
     ``front``: of a linear with its adapter the modules that a replay may run although the unit is left out.
+    ``derivations`` and ``sums``: what earlier calls showed (runtime/derive.py, rerun.py).
     """
 
     name: str
@@ -47,6 +49,7 @@ class UnitBinding:
     module: nn.Module
     derivations: Known
     front: tuple[nn.Module, ...] = ()
+    sums: dict[tuple[Any, ...], Sum | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, kind: str, module: nn.Module) -> UnitBinding:

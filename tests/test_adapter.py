@@ -53,8 +53,9 @@ def frames_of(runtime: Runtime) -> list[Frame]:
 
 
 def used_in_replay(model: nn.Module, plan: Plan) -> Counter[str]:
-    """Weights used by one replay of the last region."""
+    """Weights used by one replay of the last region, its second."""
     runtime = attach_plan(model, plan)
+    loss_of(model, models.microbatch_for(model)).backward()
     loss = loss_of(model, models.microbatch_for(model))
     frame = frames_of(runtime)[-1]
     with WeightUses(model) as uses:
