@@ -13,7 +13,7 @@ from hilore.planner.conformal import Floats, Integers, check_confidence, resampl
 from hilore.planner.trace import ExposureSample
 from hilore.planner.updates import Composer, MeasuredMicrobatch
 
-FOLDS = 2
+FOLDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def folds_of(microbatches: Sequence[int]) -> dict[int, int]:
 
 def cross_fitted(observations: Sequence[Observation], regions: int, folds: Mapping[int, int]) -> tuple[RiskModel, ...]:
     """For each fold the model fitted without its microbatches; with one microbatch alone, the one fit there is."""
-    if len(folds) < FOLDS:
+    if len(folds) == 1:
         return (fit(observations, regions),) * FOLDS
     return tuple(
         fit([found for found in observations if folds[found.microbatch] != fold], regions) for fold in range(FOLDS)

@@ -7,7 +7,8 @@ twice here with the random state restored, and compared bitwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,27 +22,36 @@ from hilore.runtime.naming import canonical_modules
 
 
 def unrepeatable_regions(actor: Actor, microbatch: Microbatch, regions: Sequence[str]) -> dict[str, str]:
-    """Why each region that does not repeat its forward bitwise may only be held; nothing for those that do.
-
-    One forward with gradients on, each region run a second time on the same inputs and random state, inside of it.
-    """
-    modules = canonical_modules(actor.model)
-    checks = [_RunTwice(name) for name in regions]
-    handles: list[Any] = []
-    for check in checks:
-        module = modules[check.name]
-        handles.append(module.register_forward_pre_hook(check.before, with_kwargs=True))
-        handles.append(module.register_forward_hook(check.after, with_kwargs=True))
-    try:
-        with torch.random.fork_rng(), actor.autocast():
-            policy_logps(actor.model, microbatch, actor.spec.loss.head)
-    finally:
-        for handle in handles:
-            handle.remove()
+    """Why each region that does not repeat its forward bitwise may only be held; nothing for those that do."""
+    with watched(actor.model, regions) as checks, actor.autocast():
+        policy_logps(actor.model, microbatch, actor.spec.loss.head)
     return {check.name: check.reason for check in checks if check.reason}
 
 
-class _RunTwice:
+@contextmanager
+def watched(model: nn.Module, regions: Sequence[str]) -> Iterator[tuple[RunTwice, ...]]:
+    """In a forward inside, with gradients on, each region runs a second time on the same inputs and random state.
+
+    Afterwards each check says whether it gave the same; global random state is left as it was.
+    """
+    modules = canonical_modules(model)
+    checks = tuple(RunTwice(name) for name in regions)
+    handles: list[Any] = []
+    try:
+        for check in checks:
+            module = modules[check.name]
+            handles.append(module.register_forward_pre_hook(check.before, with_kwargs=True))
+            handles.append(module.register_forward_hook(check.after, with_kwargs=True))
+        with torch.random.fork_rng():
+            yield checks
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class RunTwice:
+    """``reason``: '' where the region repeated itself (or has not run)."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.reason = ""

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import hilore.planner.calibrate as calibrate
 import hilore.planner.calibration_measure as measure
 import hilore.planner.calibration_sources as sources
 import hilore.planner.gradient_error as gradient_error
@@ -27,11 +30,13 @@ from hilore.planner.tracefile import load_trace, save_trace
 from hilore.planner.tracing import trace_spec
 from hilore.planner.verify import reference_peaks
 from hilore.runtime.errors import HiloreError, UnsupportedModelError
+from hilore.runtime.naming import canonical_modules
 from tests.specs import spec_of
 
 LORA = "{kind: lora, rank: 4, alpha: 8, dtype: float32}"
 BATCH = "{microbatch: 2, prompt_tokens: 8, response_tokens: 8, accumulation: 2}"
 CALIBRATION = "{source: rollouts, path: rollouts.jsonl, microbatches: 4, confidence: 0.75}"
+DEFAULT_PASSES = measure.FIT_PASSES
 SECTIONS = {"adapter": LORA, "batch": BATCH, "codecs": "[int8-g128, int4-g64]"}
 
 
@@ -60,12 +65,7 @@ def spec(folder: Path) -> ModelSpec:
     return spec_of(folder, calibration=CALIBRATION, **SECTIONS)
 
 
-@pytest.fixture(scope="module")
-def trace(folder: Path) -> Trace:
-    return trace_spec(spec_of(**SECTIONS))
-
-
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def few_passes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "FIT_PASSES", (3, 3))
@@ -73,10 +73,14 @@ def few_passes() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def trace(few_passes: None) -> Trace:
+    """Calibrated by `trace` itself, on one synthetic microbatch."""
+    return trace_spec(spec_of(calibration="{source: synthetic, microbatches: 1, confidence: 0.5}", **SECTIONS))
+
+
+@pytest.fixture(scope="module")
 def calibrated(spec: ModelSpec, trace: Trace) -> Trace:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "FIT_PASSES", (3, 3))
-        return calibrate_trace(spec, trace)
+    return calibrate_trace(spec, trace)
 
 
 def test_what_a_calibration_says(calibrated: Trace, trace: Trace) -> None:
@@ -111,11 +115,10 @@ def test_plans_say_that_they_are_calibrated_and_how_surely(calibrated: Trace) ->
     assert plan.predicted.linear_risk >= plan.predicted.risk / calibrated.calibration.interaction * (1 - 1e-6)
 
 
-def test_passes_have_a_limit_whatever_the_units_and_codecs() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.undo()
-        for microbatches in (1, 2, 19, 24, 48, 1000):
-            assert fit_passes(microbatches) + SCORED_PLANS + 2 + 4 <= MOST_PASSES == 64
+def test_passes_have_a_limit_whatever_the_units_and_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "FIT_PASSES", DEFAULT_PASSES)
+    for microbatches in (1, 2, 19, 24, 48, 1000):
+        assert fit_passes(microbatches) + SCORED_PLANS + 2 + 4 <= MOST_PASSES == 64
 
 
 def save(trace: Trace, path: Path) -> bytes:
@@ -228,11 +231,13 @@ def test_what_cannot_be_measured_is_refused(spec: ModelSpec, trace: Trace) -> No
         trace_spec(spec_of(calibration=away, device="{kind: cuda, gpu: l40s-48gb}"))
 
 
-def test_synthetic_rollouts_are_measured_as_recorded_ones_but_claim_nothing() -> None:
-    spec = spec_of(calibration="{source: synthetic, microbatches: 1, confidence: 0.5}", **SECTIONS)
-    found = trace_spec(spec).calibration
+def test_synthetic_rollouts_are_measured_as_recorded_ones_but_claim_nothing(trace: Trace) -> None:
+    found = trace.calibration
     assert (found.calibrated, found.source, len(found.samples)) == (False, "synthetic", 1)
     assert {risk.codec for risk in found.risks} == {"int8-g128", "int4-g64"}
+    low, high = reference_peaks(trace)
+    plan = solve_trace(trace, budget_bytes=(low + high) // 2, delta=1.0).plans[-1]
+    assert (plan.calibrated, plan.confidence) == (False, 0.0)
 
 
 def test_generated_rollouts_stop_when_enough_microbatches_count(
@@ -262,6 +267,34 @@ def test_generated_rollouts_stop_when_enough_microbatches_count(
     with pytest.raises(ConfidenceError, match="0 microbatches of 72 groups with exposure carry"):
         sources.generate_file(actor, tmp_path / "none.jsonl", lambda *_: None, seed=2)
     assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_a_layer_that_does_not_repeat_itself_is_held_from_then_on(
+    spec: ModelSpec, trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of every two runs of layer 1 adds something: its replays would be wrong in silence."""
+    runs = [0]
+
+    def flip(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        runs[0] += 1
+        return output if runs[0] % 2 else output + 0.01
+
+    def build(*args: Any, **kwargs: Any) -> Actor:
+        actor = build_actor(*args, **kwargs)
+        canonical_modules(actor.model)["model.layers.1.mlp"].register_forward_hook(flip)
+        return actor
+
+    monkeypatch.setattr(calibrate, "build_actor", build)
+    found = calibrate_trace(spec, trace)
+    regions = {region.name: region.hold_only for region in found.buckets[-1].regions}
+    assert regions["model.layers.0"] == ""
+    assert regions["model.layers.1"].startswith("its forward gave other values when it was run again")
+    assert any(note.startswith("calibration: model.layers.1 can only be held: its forward") for note in found.notes)
+    assert {risk.region for risk in found.calibration.risks} == {"model.layers.0"}
+    low, high = reference_peaks(found)
+    plan = solve_trace(found, budget_bytes=int(low + 0.7 * (high - low)), delta=1.0).plans[-1]
+    assert plan.regions[1].hold
+    assert not plan.regions[0].hold
 
 
 def test_the_trace_file_holds_it_all(calibrated: Trace, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """C-19: a replay that takes another path than its forward is an error that names the region, not another gradient.
 
-Where only values differ (the router flips and counts match), no check of shapes can see it; that is for the
-calibration to find beforehand, by running each region twice.
+Where only values differ (the router flips and counts match), no check of shapes can see it: the calibration finds it
+beforehand, by running each region twice.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
+from hilore.planner.repeatable import watched
 from hilore.runtime.errors import ReplayMismatchError
 from hilore.runtime.plan import Plan, UnitPlan
 from tests import models
@@ -163,3 +164,69 @@ def test_an_error_of_the_models_own_in_a_replay_says_where_it_happened() -> None
         gradients(model, x)
     assert caught.value.__notes__ == ["This happened in the replay of 1, whose forward had gone well."]
     runtime.detach()
+
+
+def flipping(moved: int) -> tuple[nn.Module, list[str]]:
+    model, _ = experts_model(moved=moved)
+    reset(model)
+    return model, ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("moved", "reason"),
+    [(0, ""), (1, "its forward gave other values when it was run again with the same inputs and random state")],
+)
+def test_calibration_finds_it_beforehand(moved: int, reason: str) -> None:
+    """Counts of tokens may match or not: what counts is the bits of what comes out."""
+    model, regions = flipping(moved)
+    before = torch.get_rng_state()
+    with watched(model, regions) as checks:
+        model(X)
+    found = {check.name: check.reason for check in checks if check.reason}
+    assert found.keys() == ({"1"} if reason else set())
+    assert found.get("1", "").startswith(reason)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Swapping(nn.Module):
+    """A router that takes as many tokens for each expert the second time, but others: no check of shapes sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        order = torch.arange(12) if self.calls == 1 else torch.arange(12).roll(1)
+        first, second = x[order[:6]], x[order[6:]]
+        made = torch.cat([self.experts[0](first), self.experts[1](second)])
+        return x + torch.zeros_like(x).index_add(0, order, made.sin())
+
+
+def test_a_silent_flip_gives_wrong_gradients_and_is_found() -> None:
+    with models.seeded(1):
+        model = nn.Sequential(nn.Linear(16, 16), Swapping()).train()
+    units_of(model, X, regions=("0", "1"))
+    plan = plan_for(model, "R")
+    model[1].calls = 0
+    expected = gradients(model, X)
+    runtime = attach_plan(model, plan)
+    model[1].calls = 0
+    silent = gradients(model, X)
+    runtime.detach()
+    assert torch.equal(silent.loss, expected.loss)
+    changed = [name for name, found in silent.gradients.items() if not torch.equal(found, expected.gradients[name])]
+    assert changed, "the flip of this test does nothing"
+    model[1].calls = 0
+    with watched(model, ["0", "1"]) as checks:
+        model(X)
+    assert [bool(check.reason) for check in checks] == [False, True]
+
+
+def test_dropout_repeats_itself() -> None:
+    with models.seeded(1):
+        model = nn.Sequential(models.drop(), models.drop()).train()
+    with watched(model, ["0", "1"]) as checks:
+        model(torch.randn(4, 8))
+    assert [check.reason for check in checks] == ["", ""]
