@@ -146,7 +146,7 @@ def _add_lora(model: nn.Module, spec: ModelSpec) -> nn.Module:
         # PEFT itself still reads the old name of a transformers property
         warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
         wrapped: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=False)
-    gathered = spec.parallel.kind == "fsdp2" and not spec.precision.autocast
+    gathered = spec.parallel.kind != "none" and not spec.precision.autocast
     dtype = module_dtype(spec) if gathered else torch_dtype(str(adapter.dtype))
     for parameter in wrapped.parameters():
         if parameter.requires_grad:

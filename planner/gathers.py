@@ -1,4 +1,4 @@
-"""FSDP2 outside of regions, acted out: empty tensors of the right sizes at the right moments of a fake step.
+"""FSDP outside of regions, acted out: empty tensors of the right sizes at the right moments of a fake step.
 
 The head's peak depends on the order of events (the logits' gradient meets the gathered lm_head, or not), so it is not
 summed up but run: a meter of live storages sees these tensors among those of the model. planner/sharding.py says what
@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hilore.planner.sharding import GroupBytes, Sharding
+from hilore.planner.shardgroup import GroupBytes
+from hilore.planner.sharding import Sharding
 
 
 class OutsideGathers:
@@ -68,7 +69,7 @@ class OutsideGathers:
         if self._sharding is not None and self._sharding.reshard:
             group = self._last_region()
             self._hold("cast", group.cast)
-            self._hold("prefetched", self._sharding.flat(group))
+            self._hold("prefetched", self._sharding.prefetched(group))
             self._drop("cast")
 
     def head_done(self, parameters: Iterable[Tensor]) -> int:
@@ -80,7 +81,7 @@ class OutsideGathers:
             return 0
         if not self._sharding.tied:
             self._drop("last")
-            self._reduce(self._sharding.last, parameters)
+            self._reduction(self._sharding.last, parameters)
         return self._size("prefetched") + self._size("reducing")
 
     def tail_begins(self) -> None:
@@ -89,7 +90,7 @@ class OutsideGathers:
             return
         self._drop("prefetched")
         self._drop("reducing")
-        self._hold("reducing", next(iter(self._sharding.regions.values())).reduce_input)
+        self._hold("reducing", self._sharding.lingering(next(iter(self._sharding.regions.values()))))
         if not self._sharding.tied and self._sharding.reshard:
             self._hold("flat", self._sharding.flat(self._sharding.first))
             if self._sharding.first.gradients:
@@ -99,9 +100,11 @@ class OutsideGathers:
         """Backward is over: the first group is resharded and its gradients (of ``parameters``) are reduced."""
         if self._sharding is None:
             return
-        for name in ("flat", "first", "reducing"):
+        for name in ("flat", "reducing"):
             self._drop(name)
-        self._reduce(self._sharding.first, parameters)
+        if not self._sharding.in_place:
+            self._drop("first")
+        self._reduction(self._sharding.first, parameters)
         self._held.clear()
         self._bytes.clear()
 
@@ -112,18 +115,33 @@ class OutsideGathers:
     def _gather(self, group: GroupBytes, flat: str, whole: str) -> None:
         assert self._sharding is not None
         self._hold("cast", group.cast)
+        if self._sharding.in_place:
+            self._hold(whole, group.gathered)
         self._hold(flat, self._sharding.flat(group))
         self._drop("cast")
-        self._hold(whole, group.gathered)
+        if not self._sharding.in_place:
+            self._hold(whole, group.gathered)
+
+    def _reduction(self, group: GroupBytes, parameters: Iterable[Tensor]) -> None:
+        if group.accumulated:
+            self._reduce_last(group, parameters)
+        else:
+            self._reduce(group, parameters)
 
     def _reduce(self, group: GroupBytes, parameters: Iterable[Tensor]) -> None:
-        """Unsharded gradients give way to the rank's part; the reduce-scatter's input stays for now."""
+        """Unsharded gradients give way to the rank's part; the reduce-scatter's input may stay for now."""
+        assert self._sharding is not None
         if not group.gradients:
             return
-        self._hold("reducing", group.reduce_input)
-        for parameter in parameters:
-            parameter.grad = None
-        self._hold("kept", group.kept_gradient)
+        if self._sharding.in_place:
+            self._hold("kept", group.flat_gradient)
+            self._let_go(parameters)
+            self._drop("first")
+            self._hold("reducing", group.reduce_input)
+        else:
+            self._hold("reducing", group.reduce_input)
+            self._let_go(parameters)
+            self._hold("kept", group.kept_gradient)
         self._hold("reduced", group.reduce_output)
         self._hold("copy", group.reduce_copy)
         self._drop("copy")
@@ -131,9 +149,40 @@ class OutsideGathers:
             self._hold("recast", group.recast)
             self._drop("reduced")
         self._drop("kept")
+        if self._sharding.in_place:
+            self._drop("reducing")
         if self._accumulates:
             self._drop("reduced")
             self._drop("recast")
+
+    def _reduce_last(self, group: GroupBytes, parameters: Iterable[Tensor]) -> None:
+        """The same in the last microbatch of an update, where earlier ones left unsharded gradients.
+
+        Those are live all the time, also for who calls, so that only what goes beyond them is held here.
+        """
+        assert self._sharding is not None
+        if not group.gradients:
+            return
+        if self._sharding.in_place:
+            self._hold("kept", group.flat_gradient)
+            self._let_go(parameters)
+            self._drop("first")
+            self._drop("kept")
+            self._hold("reducing", group.reduce_input)
+        else:
+            self._let_go(parameters)
+            self._hold("reducing", group.reduce_input)
+        beside = group.kept_gradient + group.reduce_output + max(group.reduce_copy, group.recast)
+        freed = 0 if self._sharding.buffers else group.accumulated
+        self._hold("reduced", max(beside - freed, 0))
+        self._drop("reduced")
+        if self._sharding.in_place:
+            self._drop("reducing")
+
+    @staticmethod
+    def _let_go(parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
 
     def _hold(self, name: str, nbytes: int) -> None:
         if nbytes:

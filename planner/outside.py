@@ -72,7 +72,7 @@ def measure_outside(
     unsharded gradients come and go.
     """
     trainable = [p for p in actor.model.parameters() if p.requires_grad]
-    buffered = gradients_exist and sharding is None
+    buffered = gradients_exist and (sharding is None or sharding.buffers)
     with actor.faked():
         for parameter in trainable:
             parameter.grad = torch.zeros_like(parameter) if buffered else None

@@ -1,8 +1,9 @@
-"""FSDP2 as arithmetic: what one rank holds and gathers, on top of what was measured of the unsharded model.
+"""FSDP as arithmetic: what one rank holds and gathers, on top of what was measured of the unsharded model.
 
-The layout is that of accelerate: each region is a group of its own; embeddings, final norm and lm_head are one group
-where embeddings and lm_head share their weight, else embeddings are one and the rest another; that last group is not
-resharded after forward. Order and lifetimes are those of PyTorch 2.13 (``torch.distributed.fsdp.fully_shard``):
+FSDP1's sizes are in planner/flatparams.py. FSDP2's layout is that of accelerate: each region is a group of its own;
+embeddings, final norm and lm_head are one group where embeddings and lm_head share their weight, else embeddings are
+one and the rest another; that last group is not resharded after forward. Order and lifetimes are those of PyTorch 2.13
+(``torch.distributed.fsdp.fully_shard``):
 
 - a gather writes one flat buffer, then copies out into one tensor per parameter. In forward the flat buffer stays
   until the next group's gather is done, so a region's forward holds two gathered copies of it. In backward it goes at
@@ -11,7 +12,8 @@ resharded after forward. Order and lifetimes are those of PyTorch 2.13 (``torch.
 - unsharded gradients of a region come in the gathered dtype. After its backward its parameters go, the reduce-scatter
   input of the region before it goes, then its gradients are copied into one input buffer in the reduce dtype, which
   stays until the next region's backward is over; of the result stays the shard, in the persistent dtype.
-- every microbatch reduces its gradients.
+- every microbatch reduces its gradients, or (``gradient_sync: last_microbatch``) only the last of an update: then
+  unsharded gradients of all groups, in the reduce dtype, stay from the first to it.
 
 Bytes are those of a rank that holds a full shard; every shard is padded to it.
 """
@@ -22,8 +24,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from hilore.planner.flatparams import flat_group, flat_shards
+from hilore.planner.shardgroup import GroupBytes, distinct, persistent_dtype, sharded_group, syncs_last
 from hilore.planner.sources import torch_dtype
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import KeepSet, RegionClass, ShardedBytes
@@ -34,40 +38,12 @@ _OWN_CLASS_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class GroupBytes:
-    """One group of parameters on one rank.
-
-    ``gathered``: all its parameters in the dtype of the forward, padded; also the size of the flat buffer. ``cast``:
-    the shards that a gather casts first. ``gradients``: unsharded, as autograd makes them. ``reduce_input``: the same
-    in the reduce dtype, padded; ``reduce_output``: the rank's part of it; ``reduced``: that part in the persistent
-    dtype, ``recast`` the same where it is another tensor than the output, else 0. ``reduce_copy``: what the collective
-    itself takes: gloo, on the CPU, reduces a copy of its input. ``kept_gradient``: of the last parameter, which a loop
-    variable of PyTorch's ``foreach_reduce`` holds until the reduction is over.
-    """
-
-    gathered: int
-    cast: int
-    gradients: int
-    reduce_input: int
-    reduce_output: int
-    reduced: int
-    recast: int
-    reduce_copy: int
-    kept_gradient: int
-
-    @property
-    def reducing(self) -> int:
-        """Highest bytes of a gradient reduction: gradients and input, then input, output and what is made of it."""
-        beside = max(self.reduce_copy, self.recast)
-        later = self.reduce_input + self.reduce_output + beside + self.kept_gradient
-        return max(self.gradients + self.reduce_input, later)
-
-
-@dataclass(frozen=True, slots=True)
 class Sharding:
     """The groups of one actor. ``regions`` in forward order by name; ``first`` is gathered where the forward begins,
     ``last`` where its regions end. ``tied``: they are one group (then ``last`` is ``first``), which stays gathered from
-    the begin of the forward to the end of the backward.
+    the begin of the forward to the end of the backward. ``in_place``: a gather writes into its place at once, and a
+    reduction's input goes with it (FSDP1). ``reduces_every``: microbatches from one reduction to the next. ``buffers``:
+    autograd itself adds up unsharded gradients in between.
     """
 
     world_size: int
@@ -76,6 +52,14 @@ class Sharding:
     regions: dict[str, GroupBytes]
     first: GroupBytes
     last: GroupBytes
+    in_place: bool = False
+    reduces_every: int = 1
+    buffers: bool = False
+
+    @property
+    def groups(self) -> tuple[GroupBytes, ...]:
+        ends = (self.first,) if self.tied else (self.first, self.last)
+        return (*self.regions.values(), *ends)
 
     @property
     def through_bytes(self) -> int:
@@ -83,14 +67,22 @@ class Sharding:
         return self.first.gathered if self.tied else 0
 
     def flat(self, group: GroupBytes) -> int:
-        """The flat buffer of a gather; one rank alone needs none."""
+        """The flat buffer beside the parameters that a gather copies out of it; one rank alone needs none."""
+        return group.gathered if self.world_size > 1 and not self.in_place else 0
+
+    def prefetched(self, group: GroupBytes) -> int:
+        """What a prefetch in backward takes: the flat buffer, or the parameters themselves."""
         return group.gathered if self.world_size > 1 else 0
+
+    def lingering(self, group: GroupBytes) -> int:
+        """What a reduction leaves until the next one: its input."""
+        return 0 if self.in_place else group.reduce_input
 
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What neighbours leave to a region: the flat buffer of the gather before it in forward, the flat buffer that is
-    prefetched during its backward, the reduce-scatter input that is still held when its backward begins."""
+    """What neighbours leave to a region: the flat buffer of the gather before it in forward, what is prefetched during
+    its backward, the reduce-scatter input that is still held when its backward begins."""
 
     flat_before: int
     flat_next: int
@@ -103,16 +95,22 @@ def sharding_of(spec: ModelSpec, model: nn.Module, regions: Mapping[str, nn.Modu
     ``model``: parameters in the dtype of the forward (planner/sources.py, module_dtype). ``regions`` by name in
     forward order. Raises UnsupportedModelError for regions that are parts of decoder layers.
     """
-    if spec.parallel.kind != "fsdp2":
+    if spec.parallel.kind == "none":
         return None
     if spec.region_grain != "layer":
         raise UnsupportedModelError(
-            f"region_grain is {spec.region_grain}, but FSDP2 gathers whole decoder layers; set region_grain: layer",
+            f"region_grain is {spec.region_grain}, but FSDP gathers whole decoder layers; set region_grain: layer",
             field="region_grain",
             found=spec.region_grain,
         )
     inside = {id(p) for module in regions.values() for p in module.parameters()}
-    outside = [p for p in _distinct(model.parameters()) if id(p) not in inside]
+    outside = [p for p in distinct(model.parameters()) if id(p) not in inside]
+    every = spec.batch.accumulation if syncs_last(spec) else 1
+    if spec.parallel.kind == "fsdp1":
+        root = flat_group(spec, outside)
+        flat_groups = {name: flat_group(spec, distinct(module.parameters())) for name, module in regions.items()}
+        ranks, reshard = spec.parallel.world_size, spec.parallel.reshard_after_forward
+        return Sharding(ranks, reshard, True, flat_groups, root, root, in_place=True, reduces_every=every)
     embeddings = untied_embeddings(model)
     # accelerate lists final norm, embeddings, lm_head in this order.
     outside.sort(key=lambda p: p.dim() > 1)
@@ -123,22 +121,28 @@ def sharding_of(spec: ModelSpec, model: nn.Module, regions: Mapping[str, nn.Modu
         world_size=spec.parallel.world_size,
         reshard=spec.parallel.reshard_after_forward,
         tied=not embeddings,
-        regions={name: _group(spec, module.parameters(), adapters) for name, module in regions.items()},
-        first=_group(spec, first, adapters),
-        last=_group(spec, last, adapters),
+        regions={name: sharded_group(spec, module.parameters(), adapters) for name, module in regions.items()},
+        first=sharded_group(spec, first, adapters),
+        last=sharded_group(spec, last, adapters),
+        reduces_every=every,
+        buffers=every > 1 and _trained_in(model) == {torch_dtype(spec.precision.grads)},
     )
 
 
-def persistent_dtype(spec: ModelSpec, *, adapter: bool) -> torch.dtype:
-    """The dtype in which a parameter persists (its shard and its gradient's), unlike the one it is gathered in."""
-    return torch_dtype(str(spec.adapter.dtype) if adapter else spec.precision.params)
+def _trained_in(model: nn.Module) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
 
 
-def shard_parameters(spec: ModelSpec, model: nn.Module) -> nn.ParameterList:
-    """One rank's shards of all parameters, padded, empty, on the model's device: for measuring state and optimizer."""
+def shard_parameters(spec: ModelSpec, model: nn.Module, regions: Iterable[nn.Module] = ()) -> nn.ParameterList:
+    """One rank's shards of all parameters, padded, empty, on the model's device: for measuring state and optimizer.
+
+    ``regions``: whose parameters are one flat parameter each, under FSDP1.
+    """
+    if spec.parallel.kind == "fsdp1":
+        return flat_shards(spec, model, regions)
     adapters = _adapter_parameters(model)
     shards = nn.ParameterList()
-    for parameter in _distinct(model.parameters()):
+    for parameter in distinct(model.parameters()):
         rows = -(-parameter.shape[0] // spec.parallel.world_size)
         dtype = persistent_dtype(spec, adapter=id(parameter) in adapters)
         data = torch.empty((rows, *parameter.shape[1:]), dtype=dtype, device=parameter.device)
@@ -153,9 +157,9 @@ def _around(sharding: Sharding, name: str) -> Around:
     after = sharding.regions[names[min(place + 1, len(names) - 1)]]
     before = sharding.regions[names[place - 1]] if place else sharding.first
     # Tied embeddings are there already when the first region's backward would gather what comes before it.
-    prefetched = 0 if sharding.tied and not place else sharding.flat(before)
-    left_by_head = 0 if sharding.tied else sharding.last.reduce_input
-    held = after.reduce_input if place < len(names) - 1 else left_by_head
+    prefetched = 0 if sharding.tied and not place else sharding.prefetched(before)
+    left_by_head = 0 if sharding.tied else sharding.lingering(sharding.last)
+    held = sharding.lingering(after) if place < len(names) - 1 else left_by_head
     return Around(sharding.flat(before), prefetched if sharding.reshard else 0, held)
 
 
@@ -182,7 +186,7 @@ def shard_classes(
     for name, index in listed:
         around = _around(sharding, name)
         usual = middle.get(index, around)
-        gathering = around.flat_before + sharding.regions[name].cast + sharding.flat(sharding.regions[name])
+        gathering = around.flat_before + sharding.regions[name].cast + sharding.prefetched(sharding.regions[name])
         if gathering + sharding.through_bytes <= least:
             # The first gather, beside the embeddings' buffer, then stays under the head's event in every plan.
             around = replace(around, flat_before=min(around.flat_before, usual.flat_before))
@@ -238,7 +242,7 @@ def _sharded_bytes(sharding: Sharding, group: GroupBytes, around: Around) -> Sha
     return ShardedBytes(
         retained_bytes=0 if sharding.reshard else gathered,
         forward_bytes=flat + gathered + sharding.through_bytes,
-        gathering_bytes=around.flat_before + group.cast + flat + sharding.through_bytes,
+        gathering_bytes=around.flat_before + group.cast + sharding.prefetched(group) + sharding.through_bytes,
         backward_bytes=gathered + around.flat_next if sharding.reshard else 0,
         opening_bytes=opening if sharding.reshard else 0,
         held_bytes=around.reduce_held,
@@ -255,10 +259,10 @@ def shard_keep_set(sharding: Sharding, group: GroupBytes, around: Around, keep_s
     """
     flat, gathered = sharding.flat(group), group.gathered
     stays = 0 if sharding.reshard else gathered
-    gathering = around.flat_before + group.cast + flat
+    gathering = around.flat_before + group.cast + sharding.prefetched(group)
     forward = max(gathering, flat + gathered + keep_set.forward_bytes)
     if sharding.reshard:
-        # flat_next stands for the next region's cast as well: both are there before any of the region's own work.
+        # The region's cast stands for the next one's as well: both are there before any of the region's own work.
         opening = max(flat + gathered, gathered + around.flat_next + group.cast)
         backward = max(opening, gathered + around.flat_next + keep_set.backward_bytes)
     else:
@@ -272,31 +276,6 @@ def shard_keep_set(sharding: Sharding, group: GroupBytes, around: Around, keep_s
         forward_bytes=forward + sharding.through_bytes,
         backward_bytes=max(backward, reducing),
     )
-
-
-def _group(spec: ModelSpec, parameters: Iterable[Tensor], adapters: set[int]) -> GroupBytes:
-    ranks = spec.parallel.world_size
-    reduce_dtype = torch_dtype(spec.precision.grads)
-    gathered = cast = gradients = reduce_input = reduced = recast = last = 0
-    for parameter in _distinct(parameters):
-        persists = persistent_dtype(spec, adapter=id(parameter) in adapters)
-        padded = -(-parameter.shape[0] // ranks) * ranks * (parameter.numel() // max(parameter.shape[0], 1))
-        gathered += padded * parameter.element_size()
-        if persists != parameter.dtype:
-            cast += padded // ranks * parameter.element_size()
-        if parameter.requires_grad:
-            last = parameter.numel() * parameter.element_size()
-            gradients += last
-            reduce_input += padded * reduce_dtype.itemsize
-            reduced += padded // ranks * persists.itemsize
-            if persists != reduce_dtype:
-                recast += padded // ranks * persists.itemsize
-    copy = reduce_input if spec.device.kind == "cpu" and ranks > 1 else 0
-    return GroupBytes(gathered, cast, gradients, reduce_input, reduce_input // ranks, reduced, recast, copy, last)
-
-
-def _distinct(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(parameter): parameter for parameter in parameters}.values())
 
 
 def _adapter_parameters(model: nn.Module) -> set[int]:

@@ -66,10 +66,10 @@ def load_meta_model(spec: ModelSpec) -> nn.Module:
 def module_dtype(spec: ModelSpec) -> torch.dtype:
     """The dtype in which the model's own parameters meet the forward.
 
-    ``precision.params``, but for FSDP2 without autocast, which gathers parameters in ``precision.compute``: there the
+    ``precision.params``, but for FSDP without autocast, which gathers parameters in ``precision.compute``: there the
     gathered dtype is what a forward sees, and the persistent shard is arithmetic of planner/memory.py.
     """
-    gathered = spec.parallel.kind == "fsdp2" and not spec.precision.autocast
+    gathered = spec.parallel.kind != "none" and not spec.precision.autocast
     return torch_dtype(spec.precision.compute if gathered else spec.precision.params)
 
 

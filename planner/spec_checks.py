@@ -10,7 +10,7 @@ from typing import Any
 from hilore.planner.devices import UnknownGpuError, gpu_named
 from hilore.planner.packing import SHORTEST
 from hilore.planner.spec_config import config_problems
-from hilore.planner.spec_types import Batch, CalibrationSpec, Device, ModelSource, Parallel, Precision
+from hilore.planner.spec_types import Adapter, Batch, CalibrationSpec, Device, ModelSource, Parallel, Precision
 from hilore.planner.yaml_lines import Document, Problem
 
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -35,6 +35,8 @@ def combined_problems(values: dict[str, Any], document: Document) -> list[Proble
         problems.extend(_confidence_problems(calibration, document))
     if precision is not None and parallel is not None:
         problems.extend(_precision_problems(precision, parallel, document))
+    if parallel is not None and parallel.kind == "fsdp1":
+        problems.extend(_flat_problems(parallel, adapter, document))
     if adapter is not None and adapter.kind == "lora":
         for key in ("rank", "alpha"):
             if getattr(adapter, key) == 0:
@@ -106,6 +108,22 @@ def _confidence_problems(calibration: CalibrationSpec, document: Document) -> li
     text = f"{count} microbatches carry a confidence of at most {count}/{count + 1}, not {calibration.confidence}"
     line = document.line("calibration", "confidence")
     return [Problem(line, f"{text}; it needs calibration.microbatches of at least {needed}")]
+
+
+def _flat_problems(parallel: Parallel, adapter: Adapter | None, document: Document) -> list[Problem]:
+    """What FSDP1's flat parameters cannot carry."""
+    problems = []
+    if parallel.world_size == 1:
+        text = "parallel.world_size 1 with kind: fsdp1 shards nothing (PyTorch makes it NO_SHARD); use parallel: none"
+        problems.append(Problem(document.line("parallel", "world_size"), text))
+    if adapter is not None and adapter.kind == "lora":
+        text = (
+            "parallel.kind fsdp1 with adapter.kind lora: a flat parameter that holds frozen and trainable ones makes "
+            "gradients of all, and adapters wrapped apart are gathered within the replayed layers; shard with "
+            "fully_shard and set parallel.kind: fsdp2 (accelerate: fsdp_version: 2; verl: strategy: fsdp2)"
+        )
+        problems.append(Problem(document.line("parallel", "kind"), text))
+    return problems
 
 
 def _precision_problems(precision: Precision, parallel: Parallel, document: Document) -> list[Problem]:

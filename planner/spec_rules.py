@@ -117,9 +117,14 @@ SECTIONS: dict[str, Section] = {
         word="none",
         variants={
             "none": Variant(("kind",)),
-            "fsdp2": Variant(("kind", "world_size"), {"reshard_after_forward": True}),
+            **{
+                kind: Variant(
+                    ("kind", "world_size"), {"reshard_after_forward": True, "gradient_sync": "every_microbatch"}
+                )
+                for kind in ("fsdp2", "fsdp1")
+            },
         },
-        empty={"world_size": 1, "reshard_after_forward": False},
+        empty={"world_size": 1, "reshard_after_forward": False, "gradient_sync": "every_microbatch"},
     ),
     "device": Section(
         types.Device,

@@ -114,11 +114,15 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
+    """``gradient_sync``: reduce gradients in every microbatch, or in the last of an update alone (accelerate's
+    ``no_sync``, FSDP2's ``set_requires_gradient_sync(False)``), which keeps unsharded gradients until then."""
+
     __pydantic_config__ = _STRICT
 
-    kind: Literal["none", "fsdp2"]
+    kind: Literal["none", "fsdp2", "fsdp1"]
     world_size: Positive
     reshard_after_forward: bool
+    gradient_sync: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,13 @@ from hilore.planner.prior import calibration_from_prior
 from hilore.planner.profile import LOUD_SPREAD, Timing
 from hilore.planner.regionrun import region_inputs
 from hilore.planner.sharding import Sharding, sharding_of
-from hilore.planner.shardtrace import fingerprint_model, shard_bucket, shard_module, sharding_notes
+from hilore.planner.shardtrace import (
+    fingerprint_model,
+    shard_bucket,
+    shard_module,
+    sharding_notes,
+    unsharded_gradients,
+)
 from hilore.planner.spec import spec_as_dict
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import TRACE_VERSION, Bucket, Fixed, Outside, RegionClass, RegionTrace, Trace
@@ -110,7 +116,7 @@ def _captured(spec: ModelSpec, target: Target, bench: Bench, fake: Actor, tell: 
 def _bucket(run: _Run, tokens: int) -> tuple[Bucket, float]:
     fake_microbatch = _fake_microbatch(run.fake, tokens)
     microbatch = fake_microbatch if run.bench.estimated else microbatch_of(run.bench.actor, tokens)
-    gradients_exist = run.accumulates and run.sharding is None
+    gradients_exist = run.accumulates and (run.sharding is None or run.sharding.buffers)
     setting = Setting(
         target=run.target,
         bench=run.bench,
@@ -210,7 +216,7 @@ def _fixed(run: _Run) -> tuple[Fixed, int]:
         p.numel() * p.element_size() for r in run.regions for p in r.module.parameters() if p.requires_grad
     )
     if run.sharding is not None:
-        state = shard_module(run.fake)
+        state = shard_module(run.fake, [region.module for region in run.regions])
         region_gradients = sum(group.reduced for group in run.sharding.regions.values())
     fixed, working = measure_fixed(
         run.fake,
@@ -219,6 +225,8 @@ def _fixed(run: _Run) -> tuple[Fixed, int]:
         gradients_exist=run.accumulates,
         other_bytes=run.spec.resident.other_mib * 2**20 + run.target.workspace_bytes,
     )
+    if run.sharding is not None:
+        fixed, working = unsharded_gradients(run.sharding, fixed, working)
     fixed = replace(fixed, workspace_bytes=run.target.workspace_bytes)
     if run.spec.resident.reference:
         copy = sum(_nbytes(p) for p in state.parameters() if not p.requires_grad) or fixed.parameter_bytes
@@ -267,6 +275,7 @@ def _fingerprint(fake: Actor, target: Target) -> dict[str, object]:
         GRAIN_FIELD: ADAPTED,
         "parallel": spec.parallel.kind,
         "world_size": spec.parallel.world_size,
+        "gradient_sync": spec.parallel.gradient_sync if spec.parallel.kind != "none" else None,
         "head": spec.loss.head,
         "first_input_requires_grad": embeddings_grad,
         "gpu": gpu,

@@ -134,7 +134,7 @@ def test_without_fsdp_there_is_no_sharding_and_blocks_cannot_be_sharded() -> Non
     actor = build_actor(spec_of(), fake=True)
     assert sharding_of(actor.spec, actor.model, {}) is None
     wanted = spec(region_grain="block")
-    with pytest.raises(UnsupportedModelError, match="FSDP2 gathers whole decoder layers; set region_grain: layer"):
+    with pytest.raises(UnsupportedModelError, match="FSDP gathers whole decoder layers; set region_grain: layer"):
         sharding_of(wanted, nn.Linear(2, 2), {})
 
 
@@ -241,7 +241,7 @@ def test_a_rank_holds_its_part_of_parameters_state_and_gradients() -> None:
     steps = trace.fixed.optimizer_state_bytes - 2 * whole // 4
     assert 0 <= steps <= 4 * 100, "AdamW counts steps in one number per parameter"
     assert any(note.startswith("FSDP2 on 4 ranks: ") for note in trace.notes)
-    assert any("accelerate without sync_each_batch" in note for note in trace.notes)
+    assert any("for it set parallel.gradient_sync: last_microbatch" in note for note in trace.notes)
 
 
 def buffer_bytes() -> int:
