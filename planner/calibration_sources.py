@@ -15,7 +15,7 @@ from hilore.planner.generate import generate_rollouts
 from hilore.planner.head import base_model
 from hilore.planner.microbatch import GROUP_SIZE, Microbatch
 from hilore.planner.rollouts import Rollout, RolloutFileError, from_rollouts, read_recorded, write_rollouts
-from hilore.planner.tasks import build_dataset
+from hilore.planner.tasks import TASKS, build_dataset
 from hilore.runtime.exposure import exposure_before_forward
 from hilore.runtime.losses import LossSpec
 
@@ -69,8 +69,8 @@ def synthetic(actor: Actor, tokens: int, *, seed: int) -> Recording:
     return Recording(made, f"synthetic {seed}")
 
 
-def generate_file(actor: Actor, path: Path, progress: Progress, *, seed: int) -> None:
-    """Let the actor without its adapter answer tasks, and write what it said, with its rewards, to ``path``.
+def generate_file(actor: Actor, path: Path, progress: Progress, *, seed: int, tasks: tuple[str, ...] = TASKS) -> None:
+    """Let the actor without its adapter answer ``tasks``, and write what it said, with its rewards, to ``path``.
 
     Groups of GROUP_SIZE completions, one prompt after another, until enough microbatches have an exposure above 0. The
     same seed gives the same file. Raises ConfidenceError where too few of them do.
@@ -78,7 +78,7 @@ def generate_file(actor: Actor, path: Path, progress: Progress, *, seed: int) ->
     spec = actor.spec
     wanted = spec.calibration.microbatches
     most = wanted * GROUPS_PER_MICROBATCH
-    entries = build_dataset(most, seed, actor.tokenizer)
+    entries = build_dataset(most, seed, actor.tokenizer, tasks)
     rollouts: list[Rollout] = []
     enough = 0
     disable_adapter = getattr(actor.model, "disable_adapter", contextlib.nullcontext)

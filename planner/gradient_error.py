@@ -26,14 +26,16 @@ FLOAT32_DIFFERS = ("parameter_dtypes", "adapter", "trainable_set")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Backward:
-    """Every trainable parameter's gradient in model order, and the microbatch's exact exposure.
+    """Every trainable parameter's gradient in model order, and the log-probs [B, Tr], detached.
 
-    ``log_move``: median distance of the log-probs from the old ones in nats, 0 where there are no old ones.
+    ``exposure``: the microbatch's exact one. ``log_move``: median distance of the log-probs from the old ones in nats,
+    0 where there are no old ones.
     """
 
     gradients: tuple[Tensor, ...]
+    logps: Tensor
     exposure: float
-    log_move: float = 0.0
+    log_move: float
 
     def distance(self, other: Backward) -> tuple[Tensor, ...]:
         return tuple(mine - its for mine, its in zip(self.gradients, other.gradients, strict=True))
@@ -68,7 +70,7 @@ def backward(actor: Actor, microbatch: Microbatch, *, seed: int) -> Backward:
         parameter.grad = None
     if not all(bool(torch.isfinite(gradient).all()) for gradient in found):
         raise HiloreError("a microbatch's gradient holds a NaN or an infinity; nothing can be calibrated on it")
-    return Backward(tuple(found), exposure, _log_move(microbatch, logps.detach()))
+    return Backward(tuple(found), logps.detach(), exposure, _log_move(microbatch, logps.detach()))
 
 
 def _log_move(microbatch: Microbatch, logps: Tensor) -> float:
@@ -106,11 +108,15 @@ class Instrument:
 
     def error(self, microbatch: Microbatch, plan: Plan, exact: Backward) -> Sketch:
         """The sketch of what a plan's gradient differs by from ``exact``, the same microbatch's."""
+        return self.sketcher.sketch(self.under(microbatch, plan).distance(exact))
+
+    def under(self, microbatch: Microbatch, plan: Plan) -> Backward:
+        """The microbatch under a plan, whatever its exposure."""
         if self._runtime is None:
             self._runtime = _attached(self.actor, plan)
         self._runtime.enable()
         self._runtime.use(plan)
-        return self.sketcher.sketch(self._backward(microbatch).distance(exact))
+        return self._backward(microbatch)
 
     def _backward(self, microbatch: Microbatch) -> Backward:
         self.passes += 1

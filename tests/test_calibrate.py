@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,56 +29,35 @@ from hilore.planner.tracing import trace_spec
 from hilore.planner.verify import reference_peaks
 from hilore.runtime.errors import HiloreError, UnsupportedModelError
 from hilore.runtime.naming import canonical_modules
+from tests.calibration_fixtures import (
+    CALIBRATION,
+    DEFAULT_PASSES,
+    FEW_PASSES,
+    SECTIONS,
+    rollouts,
+    tiny_calibrated,
+)
 from tests.specs import spec_of
 
-LORA = "{kind: lora, rank: 4, alpha: 8, dtype: float32}"
-BATCH = "{microbatch: 2, prompt_tokens: 8, response_tokens: 8, accumulation: 2}"
-CALIBRATION = "{source: rollouts, path: rollouts.jsonl, microbatches: 4, confidence: 0.75}"
-DEFAULT_PASSES = measure.FIT_PASSES
-SECTIONS = {"adapter": LORA, "batch": BATCH, "codecs": "[int8-g128, int4-g64]"}
 
-
-def rollouts(groups: int = 4, **fields: Any) -> list[Rollout]:
-    """Groups of four, every third one flat."""
-    draw = random.Random(0)
-    made = []
-    for group in range(groups):
-        prompt = tuple(draw.randrange(3, 128) for _ in range(draw.randint(2, 8)))
-        for row in range(4):
-            completion = tuple(draw.randrange(3, 128) for _ in range(draw.randint(2, 8)))
-            reward = float(row == group % 4) if group % 3 else 0.0
-            made.append(Rollout(group, prompt, completion, reward, **fields))
-    return made
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return tiny_calibrated().spec
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = tmp_path_factory.mktemp("calibrate")
-    write_rollouts(made / "rollouts.jsonl", rollouts())
-    return made
+def trace() -> Trace:
+    return tiny_calibrated().trace
 
 
 @pytest.fixture(scope="module")
-def spec(folder: Path) -> ModelSpec:
-    return spec_of(folder, calibration=CALIBRATION, **SECTIONS)
+def calibrated() -> Trace:
+    return tiny_calibrated().calibrated
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_passes() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "FIT_PASSES", (3, 3))
-        yield
-
-
-@pytest.fixture(scope="module")
-def trace(few_passes: None) -> Trace:
-    """Calibrated by `trace` itself, on one synthetic microbatch."""
-    return trace_spec(spec_of(calibration="{source: synthetic, microbatches: 1, confidence: 0.5}", **SECTIONS))
-
-
-@pytest.fixture(scope="module")
-def calibrated(spec: ModelSpec, trace: Trace) -> Trace:
-    return calibrate_trace(spec, trace)
+@pytest.fixture(autouse=True)
+def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "FIT_PASSES", FEW_PASSES)
 
 
 def test_what_a_calibration_says(calibrated: Trace, trace: Trace) -> None:

@@ -1,0 +1,272 @@
+"""Predicted against measured errors of updates, on rollouts and plans that calibration never saw.
+
+Every held-out microbatch runs once in plain eager and once under what each candidate has for its exposure, in float32.
+Updates are then composed of them (planner/updates.py), any number without another run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from hilore.planner.calibration_measure import digest
+from hilore.planner.calibration_plans import Expected, LossyUnit, lossy_units, random_plans
+from hilore.planner.calibration_state import CalibrationState, sketch_as_json, sketch_from_json
+from hilore.planner.conformal import Floats, Integers, resampled_updates
+from hilore.planner.evidence import Coverage, coverage, ranking
+from hilore.planner.exposure_features import ExposureFeatures, exposure_features
+from hilore.planner.gradient_error import Backward, Instrument
+from hilore.planner.microbatch import Microbatch
+from hilore.planner.sketch import Sketch
+from hilore.planner.trace import Trace
+from hilore.planner.updates import Composer, MeasuredMicrobatch
+from hilore.runtime.plan import Plan
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """``plans`` of one length bucket, by ascending exposure; ``limit``: what an update's error may be (None: what is
+    predicted of it)."""
+
+    name: str
+    plans: tuple[Plan, ...]
+    limit: float | None
+
+    def plan_for(self, psi: float) -> Plan | None:
+        """As the runtime chooses, None above every regime: the L units are then recomputed."""
+        return next((plan for plan in self.plans if psi <= plan.regime.exposure_high), None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldOut:
+    """``measured[b].errors[c]``: microbatch b under candidate c. ``quadrature2``, ``linear``: what the calibration says
+    of that plan's relative error, before the interaction factor, [microbatches, candidates]."""
+
+    candidates: tuple[Candidate, ...]
+    measured: tuple[MeasuredMicrobatch, ...]
+    quadrature2: Floats
+    linear: Floats
+    regimes: tuple[tuple[str, ...], ...]
+    features: tuple[ExposureFeatures, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateEvidence:
+    """One candidate over all updates. Errors are medians over updates, relative.
+
+    ``predicted``: the bound that the calibration gives; ``coverage`` of the limit, ``bound_coverage`` of the bound.
+    ``worst_region``: error of the parameters of the region where it is largest. ``over_quadrature``,
+    ``over_linear``: measured over the plain quadrature and over the linear sum. ``lossy_updates``: updates in which
+    anything was encoded.
+    """
+
+    name: str
+    limit: float | None
+    measured: float
+    predicted: float
+    coverage: Coverage
+    bound_coverage: Coverage
+    worst_region: float
+    over_quadrature: float
+    over_linear: float
+    spearman: float
+    lossy_updates: int
+
+
+def plan_candidates(plans: Sequence[Plan], name: str) -> Candidate:
+    """A set of plans of the largest length bucket among them, with the limit of their delta."""
+    longest = max(plan.length_bucket for plan in plans)
+    own = sorted((plan for plan in plans if plan.length_bucket == longest), key=lambda plan: plan.regime.exposure_high)
+    return Candidate(name, tuple(own), own[0].delta * own[0].delta_star)
+
+
+def random_candidates(trace: Trace, count: int, *, seed: int) -> tuple[Candidate, ...]:
+    """Random plans of the kind that calibration scores, other ones; their limit is what is predicted of them."""
+    made = random_plans(trace, count, expected_by(trace), seed=seed, name="held-out")
+    return tuple(Candidate(f"random plan {place + 1}", (plan,), None) for place, plan in enumerate(made))
+
+
+def expected_by(trace: Trace) -> Expected:
+    """kappa2 as a trace has it."""
+    known = {(risk.region, risk.unit, risk.codec, risk.tainted): risk.kappa2 for risk in trace.calibration.risks}
+    regions = trace.buckets[-1].regions
+    any_context: dict[tuple[str, str, str], float] = {}
+    for (region, unit, codec, _), kappa2 in known.items():
+        any_context[region, unit, codec] = max(any_context.get((region, unit, codec), 0.0), kappa2)
+
+    def expected(unit: LossyUnit) -> float:
+        region = regions[unit.place].name
+        anyhow = known.get((region, unit.unit, unit.codec, None), any_context.get((region, unit.unit, unit.codec)))
+        return known.get((region, unit.unit, unit.codec, unit.tainted), anyhow or 0.0)
+
+    return expected
+
+
+def measure_held_out(
+    instrument: Instrument,
+    trace: Trace,
+    batches: Sequence[Microbatch],
+    candidates: Sequence[Candidate],
+    store: CalibrationState,
+    tell: Progress,
+) -> HeldOut:
+    """``batches``: in the order of training. ``store``: keeps what was measured, so that it can go on."""
+    expected = expected_by(trace)
+    measured, quadrature2, linear, regimes, features = [], [], [], [], []
+    for place, batch in enumerate(batches):
+        exact: Backward | None = None
+        found = store.get(f"exact-{place}")
+        if found is None:
+            exact = instrument.exact(batch)
+            gradient = sketch_as_json(instrument.sketcher.sketch(exact.gradients))
+            seen = exposure_features(instrument.actor.spec.loss, batch, exact.logps).as_json()
+            found = store.put(f"exact-{place}", {"features": seen, "gradient": gradient})
+        features.append(ExposureFeatures.from_json(found["features"]))
+        psi = features[-1].psi
+        errors: list[Sketch] = []
+        chosen = [candidate.plan_for(psi) for candidate in candidates]
+        for column, plan in enumerate(chosen):
+            tell("held-out updates", place * len(candidates) + column, len(batches) * len(candidates))
+            if plan is None or plan.count("L") == 0 or psi == 0:
+                errors.append(instrument.sketcher.nothing())
+                continue
+            key = f"error-{place}-{digest([asdict(region) for region in plan.regions])}"
+            error = store.get(key)
+            if error is None:
+                exact = exact or instrument.exact(batch)
+                error = store.put(key, sketch_as_json(instrument.error(batch, plan, exact)))
+            errors.append(sketch_from_json(error))
+        units = [() if plan is None else lossy_units(trace.buckets[-1], plan.regions) for plan in chosen]
+        quadrature2.append([sum(map(expected, each)) for each in units])
+        linear.append([sum(math.sqrt(expected(unit)) for unit in each) for each in units])
+        regimes.append(tuple("above" if plan is None else plan.regime.label for plan in chosen))
+        tokens = int(batch.completion_mask.sum())
+        measured.append(MeasuredMicrobatch(psi, tokens, sketch_from_json(found["gradient"]), tuple(errors)))
+    tell("held-out updates", 1, 1)
+    return HeldOut(
+        candidates=tuple(candidates),
+        measured=tuple(measured),
+        quadrature2=np.array(quadrature2),
+        linear=np.array(linear),
+        regimes=tuple(regimes),
+        features=tuple(features),
+    )
+
+
+def evidence(
+    found: HeldOut, trace: Trace, *, accumulation: int, updates: int = 200, seed: int = 1
+) -> tuple[CandidateEvidence, ...]:
+    """What each candidate did, over updates of ``accumulation`` distinct microbatches that have a gradient."""
+    composer = Composer(found.measured, str(trace.spec["loss"]["kind"]))
+    picks = resampled_updates(len(found.measured), accumulation, updates=updates, seed=seed)
+    shares = composer.shares(picks)
+    picks, shares = picks[shares.any(axis=1)], shares[shares.any(axis=1)]
+    return tuple(_of_candidate(found, composer, trace, picks, shares, place) for place in range(len(found.candidates)))
+
+
+def _of_candidate(
+    found: HeldOut, composer: Composer, trace: Trace, picks: Integers, shares: Floats, place: int
+) -> CandidateEvidence:
+    column: Integers = np.full(picks.shape, place)
+    measured = np.sqrt(composer.squared_errors(picks, column))
+    quadrature = np.sqrt((shares * found.quadrature2[:, place][picks]).sum(axis=1))
+    linear = (np.sqrt(shares) * found.linear[:, place][picks]).sum(axis=1)
+    predicted = trace.calibration.interaction * quadrature
+    limit = found.candidates[place].limit
+    lossy = quadrature > 0
+    return CandidateEvidence(
+        name=found.candidates[place].name,
+        limit=limit,
+        measured=float(np.median(measured)),
+        predicted=float(np.median(predicted)),
+        coverage=coverage(measured, predicted if limit is None else limit),
+        bound_coverage=coverage(measured, predicted),
+        worst_region=float(np.median(np.sqrt(composer.worst_region_errors(picks, column)))),
+        over_quadrature=_median_ratio(measured, quadrature),
+        over_linear=_median_ratio(measured, linear),
+        spearman=ranking(predicted, measured).spearman,
+        lossy_updates=int(lossy.sum()),
+    )
+
+
+def all_spearman(found: HeldOut, trace: Trace, *, accumulation: int, updates: int = 200, seed: int = 1) -> float:
+    """Spearman of predicted against measured over the updates of all candidates together."""
+    composer = Composer(found.measured, str(trace.spec["loss"]["kind"]))
+    picks = resampled_updates(len(found.measured), accumulation, updates=updates, seed=seed)
+    shares = composer.shares(picks)
+    columns = range(len(found.candidates))
+    measured = [composer.squared_errors(picks, np.full(picks.shape, column)) for column in columns]
+    predicted = [(shares * found.quadrature2[:, column][picks]).sum(axis=1) for column in columns]
+    return ranking(np.concatenate(predicted), np.concatenate(measured)).spearman
+
+
+def _median_ratio(measured: Floats, of: Floats) -> float:
+    there = of > 0
+    return float(np.median(measured[there] / of[there])) if there.any() else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RegimeRow:
+    """Microbatches of one kind: how strongly the loss weighs them, what they keep and encode, what it costs them.
+
+    ``omega``, ``exposure``: mean |omega| and psi over all microbatches' mean. ``kept``, ``lossy``: mean shares of the
+    units of the plan that each ran under. ``drift``: root mean square of the microbatches' own relative errors.
+    """
+
+    kind: str
+    microbatches: int
+    omega: float
+    exposure: float
+    kept: float
+    lossy: float
+    drift: float
+
+
+def regime_rows(found: HeldOut, candidate: int) -> tuple[RegimeRow, ...]:
+    """Of the microbatches with a gradient: low and high |A| (below and above the median), clipped (more than the
+    median share of those that are clipped at all) and active unclipped (not clipped, exposure above the median)."""
+    there = [place for place, one in enumerate(found.measured) if one.gradient.square > 0]
+    if not there:
+        return ()
+    advantage = np.array([found.features[place].advantage for place in there])
+    psi = np.array([found.features[place].psi for place in there])
+    clipped = np.array([found.features[place].clipped for place in there])
+    touched = clipped[clipped > 0]
+    kinds = {
+        "low |A|": advantage <= np.median(advantage),
+        "high |A|": advantage > np.median(advantage),
+        "clipped": clipped > (np.median(touched) if len(touched) > 1 else 0),
+        "active unclipped": (clipped == 0) & (psi > np.median(psi)),
+    }
+    omega = np.array([found.features[place].mean_omega for place in there])
+    rows = []
+    for kind, members in kinds.items():
+        if not members.any():
+            continue
+        places = [place for place, inside in zip(there, members, strict=True) if inside]
+        plans = [found.candidates[candidate].plan_for(found.features[place].psi) for place in places]
+        highest = found.candidates[candidate].plans[-1]
+        squares = [found.measured[place].squared_error(candidate) for place in places]
+        rows.append(
+            RegimeRow(
+                kind=kind,
+                microbatches=len(places),
+                omega=float(omega[members].mean() / omega.mean()),
+                exposure=float(psi[members].mean() / psi.mean()),
+                kept=_mean_share([plan or highest for plan in plans], "H"),
+                lossy=_mean_share(plans, "L"),
+                drift=math.sqrt(sum(squares) / len(squares)),
+            )
+        )
+    return tuple(rows)
+
+
+def _mean_share(plans: Sequence[Plan | None], mode: str) -> float:
+    """None (above every regime: L units run as R) has no unit of the mode."""
+    shares = [plan.count(mode) / len(plan.unit_names) for plan in plans if plan is not None]
+    return sum(shares) / len(plans)

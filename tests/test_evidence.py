@@ -1,0 +1,251 @@
+"""Coverage and rankings against known values; held-out updates and single regions against gradients taken by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hilore.planner.actor import build_actor, policy_loss
+from hilore.planner.calibration_plans import lossy_units
+from hilore.planner.calibration_sources import recorded
+from hilore.planner.calibration_state import CalibrationState
+from hilore.planner.evidence import average_ranks, clopper_pearson_lower, coverage, ranking
+from hilore.planner.evidence_view import candidates_table, evidence_json, rankings_table, regimes_table
+from hilore.planner.exposure_features import exposure_features
+from hilore.planner.gradient_error import Instrument, backward
+from hilore.planner.head import policy_logps
+from hilore.planner.heldout import (
+    Candidate,
+    HeldOut,
+    all_spearman,
+    evidence,
+    expected_by,
+    measure_held_out,
+    plan_candidates,
+    random_candidates,
+    regime_rows,
+)
+from hilore.planner.heldout_native import measure_native, native_errors
+from hilore.planner.microbatch import Microbatch
+from hilore.planner.region_errors import FULL, measure_regions, rankings, region_plan, scores, watched_units
+from hilore.planner.rollouts import write_rollouts
+from hilore.planner.spec_types import ModelSpec
+from hilore.planner.trace import Trace
+from hilore.planner.updates import Composer
+from hilore.runtime.exposure import token_coefficients
+from hilore.runtime.plan import Regime
+from tests.calibration_fixtures import rollouts, tiny_calibrated
+
+CODEC = "int4-g64"
+
+
+def silent(_label: str, _done: int, _total: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "lower"),
+    [(60, 60, 0.05 ** (1 / 60)), (0, 10, 0.0), (1, 1, 0.05), (9, 10, 0.60584)],
+)
+def test_lower_limits_of_clopper_and_pearson(successes: int, trials: int, lower: float) -> None:
+    assert clopper_pearson_lower(successes, trials) == pytest.approx(lower, abs=2e-5)
+
+
+def test_the_lower_limit_makes_what_was_seen_just_unlikely() -> None:
+    lower = clopper_pearson_lower(57, 60)
+    tail = sum(math.comb(60, k) * lower**k * (1 - lower) ** (60 - k) for k in range(57, 61))
+    assert tail == pytest.approx(0.05)
+
+
+def test_coverage_counts_what_is_within() -> None:
+    found = coverage(np.array([0.0, 0.5, 1.0, 1.5]), 1.0)
+    assert (found.updates, found.within, found.share, found.median_ratio, found.largest_ratio) == (
+        4,
+        3,
+        0.75,
+        0.75,
+        1.5,
+    )
+    assert coverage(np.array([0.0, 0.1]), 0.0).within == 1
+    assert coverage(np.array([1.0, 2.0]), np.array([0.5, 4.0])).within == 1
+
+
+def test_rankings() -> None:
+    measured = np.arange(20.0)
+    assert asdict(ranking(measured**3, measured)) == pytest.approx({"spearman": 1, "recall": 1, "auroc": 1})
+    assert asdict(ranking(-measured, measured)) == pytest.approx({"spearman": -1, "recall": 0, "auroc": 0})
+    assert asdict(ranking(np.ones(20), measured)) == pytest.approx({"spearman": 0, "recall": 0.1, "auroc": 0.5})
+    # Of the two largest (18, 19) one is in the top two of the score; 18 of 18 others lie below it, 15 below the other.
+    score = measured.copy()
+    score[18] = 15.5
+    found = ranking(score, measured)
+    assert (found.recall, found.auroc) == (0.5, pytest.approx((18 + 16) / 36))
+    assert average_ranks(np.array([3.0, 1.0, 3.0])).tolist() == [2.5, 1.0, 2.5]
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return tiny_calibrated().spec
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return tiny_calibrated().calibrated
+
+
+@pytest.fixture(scope="module")
+def batches(spec: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> tuple[Microbatch, ...]:
+    path: Path = tmp_path_factory.mktemp("held-out") / "held-out.jsonl"
+    write_rollouts(path, rollouts(groups=6, seed=5))
+    actor = build_actor(spec)
+    return recorded(actor, path).microbatches
+
+
+@pytest.fixture
+def instrument(spec: ModelSpec, trace: Trace) -> Iterator[Instrument]:
+    actor = build_actor(spec, live_adapters=True)
+    with Instrument(actor, [region.name for region in trace.buckets[-1].regions]) as made:
+        yield made
+
+
+def candidates(trace: Trace) -> list[Candidate]:
+    plan = region_plan(trace, "model.layers.1", CODEC)
+    low = replace(plan, regime=Regime("low", 0.0, 0.6, 1.0), delta=2.0)
+    high = replace(region_plan(trace, "model.layers.0", CODEC), regime=Regime("high", 0.6, 100.0, 1.0), delta=2.0)
+    return [plan_candidates([high, low], "by exposure"), *random_candidates(trace, 2, seed=3)]
+
+
+def held_out(instrument: Instrument, trace: Trace, batches: tuple[Microbatch, ...], store: CalibrationState) -> HeldOut:
+    return measure_held_out(instrument, trace, batches, candidates(trace), store, silent)
+
+
+def test_held_out_updates_are_those_of_gradients_added_up(
+    instrument: Instrument, trace: Trace, batches: tuple[Microbatch, ...], tmp_path: Path
+) -> None:
+    store = CalibrationState(tmp_path / "state", {"a": 1})
+    found = held_out(instrument, trace, batches, store)
+    store.close(done=False)
+    psi = [one.psi for one in found.measured]
+    assert [one[0] for one in found.regimes] == ["low" if p <= 0.6 else "high" for p in psi]
+    assert {one[0] for one in found.regimes} == {"low", "high"}
+    everywhere = np.arange(len(batches))[None, :]
+    # The whole file as one update, by hand.
+    exact = [instrument.exact(batch).gradients for batch in batches]
+    rule = found.candidates[0]
+    under = [
+        instrument.under(batch, plan).gradients if p and plan is not None else mine
+        for batch, p, mine in zip(batches, psi, exact, strict=True)
+        for plan in (rule.plan_for(p),)
+    ]
+    gradient = [sum(parts) for parts in zip(*exact, strict=True)]
+    error = [sum(parts) - whole for parts, whole in zip(zip(*under, strict=True), gradient, strict=True)]
+    by_hand = math.sqrt(sum(float(e.square().sum()) for e in error) / sum(float(g.square().sum()) for g in gradient))
+    composed = Composer(found.measured, "grpo").squared_errors(everywhere, np.zeros_like(everywhere))
+    assert math.sqrt(composed[0]) == pytest.approx(by_hand, rel=0.1)
+    # And once more from the file: nothing is run again.
+    passes = instrument.passes
+    again = held_out(instrument, trace, batches, CalibrationState(tmp_path / "state", {"a": 1}))
+    assert instrument.passes == passes
+    assert np.array_equal(again.quadrature2, found.quadrature2)
+    assert [one.gradient.square for one in again.measured] == [one.gradient.square for one in found.measured]
+
+
+def test_evidence_of_held_out_updates(
+    instrument: Instrument, trace: Trace, batches: tuple[Microbatch, ...], spec: ModelSpec
+) -> None:
+    found = held_out(instrument, trace, batches, CalibrationState(None, {}))
+    rows = evidence(found, trace, accumulation=2, updates=60)
+    assert [row.name for row in rows] == ["by exposure", "random plan 1", "random plan 2"]
+    assert (rows[0].limit, rows[1].limit) == (0.02, None)
+    for row in rows:
+        assert 0 < row.measured <= row.worst_region
+        assert row.predicted > 0
+        assert 0.2 < row.over_quadrature < 5
+        assert row.over_linear <= row.over_quadrature * 1.01
+        assert 40 < row.coverage.updates <= 60
+    assert rows[1].coverage == rows[1].bound_coverage
+    spearman = all_spearman(found, trace, accumulation=2, updates=60)
+    assert -1 <= spearman <= 1
+    regimes = regime_rows(found, 0)
+    assert [row.kind for row in regimes[:2]] == ["low |A|", "high |A|"]
+    assert sum(row.microbatches for row in regimes[:2]) == sum(one.psi > 0 for one in found.measured)
+    assert all(row.lossy > 0 and row.drift > 0 for row in regimes)
+    assert candidates_table(rows, "t").row_count == 3
+    assert regimes_table(regimes, "t").row_count == len(regimes)
+    assert evidence_json(rows, {"a": regimes}, spearman)["plans"][0]["coverage"]["updates"] == rows[0].coverage.updates
+    native = measure_native(instrument, batches[2:6], found.candidates[0], CalibrationState(None, {}), silent)
+    errors = native_errors(native, spec.loss.kind, accumulation=2, updates=20)
+    assert 0 < errors.control < 1e-4 < errors.plans  # this actor's own dtype is float32
+
+
+def test_what_calibration_expects_of_a_unit(trace: Trace) -> None:
+    expected = expected_by(trace)
+    plan = region_plan(trace, "model.layers.1", CODEC)
+    units = lossy_units(trace.buckets[-1], plan.regions)
+    assert len(units) > 1
+    known = {(r.region, r.unit, r.codec, r.tainted): r.kappa2 for r in trace.calibration.risks}
+    for unit in units:
+        assert expected(unit) == known["model.layers.1", unit.unit, CODEC, unit.tainted]
+
+
+def test_single_regions_and_their_scores(
+    instrument: Instrument, trace: Trace, batches: tuple[Microbatch, ...], tmp_path: Path
+) -> None:
+    exposed = [batch for batch in batches if bool(batch.advantages.any())]
+    store = CalibrationState(tmp_path / "state", {})
+    found = measure_regions(instrument, trace, exposed, CODEC, store, silent)
+    assert found.absolute.shape == found.encoded.shape == (len(exposed), 2)
+    exact = instrument.exact(exposed[1])
+    under = instrument.under(exposed[1], region_plan(trace, "model.layers.0", CODEC))
+    by_hand = math.sqrt(sum(float(part.double().square().sum()) for part in under.distance(exact)))
+    assert found.absolute[1, 0] == pytest.approx(by_hand, rel=1e-6)
+    # int4 on Gaussian-like values: about a tenth per unit.
+    units = len(lossy_units(trace.buckets[-1], region_plan(trace, "model.layers.0", CODEC).regions))
+    assert (found.encoded > 0.05 * math.sqrt(units)).all()
+    assert (found.encoded < 0.4 * math.sqrt(units)).all()
+    made = scores(found, trace)
+    assert all(score.shape == found.absolute.shape and np.isfinite(score).all() for score in made.values())
+    assert np.array_equal(made["without KL"], made[FULL])  # this loss has none
+    by_name = rankings(found, trace)
+    assert by_name[FULL].spearman > 0.5
+    assert rankings_table({CODEC: by_name}, "t").row_count == len(by_name)
+    passes = instrument.passes
+    measure_regions(instrument, trace, exposed, CODEC, store, silent)
+    assert instrument.passes == passes
+
+
+def test_watching_units_changes_nothing(instrument: Instrument, trace: Trace, batches: tuple[Microbatch, ...]) -> None:
+    plain = instrument.exact(batches[3])
+    with watched_units(instrument.actor.model, trace, CODEC):
+        watched = instrument.exact(batches[3])
+    assert all(torch.equal(a, b) for a, b in zip(plain.gradients, watched.gradients, strict=True))
+
+
+def test_features_of_a_later_inner_epoch(spec: ModelSpec, batches: tuple[Microbatch, ...]) -> None:
+    actor = build_actor(spec, live_adapters=True)
+    batch = next(batch for batch in batches if bool(batch.advantages.any()))
+    with torch.no_grad():
+        logps = policy_logps(actor.model, batch, "naive")
+    fresh = exposure_features(spec.loss, batch, logps)
+    assert fresh.clipped == 0
+    assert fresh.strength == pytest.approx(fresh.strength_without_ratio)
+    later = replace(batch, old_logps=logps - torch.linspace(-0.5, 0.5, logps.shape[1]))
+    found = exposure_features(spec.loss, later, logps)
+    assert 0 < found.clipped < 1
+    assert found.strength != found.strength_without_ratio == pytest.approx(fresh.strength)
+    omega = token_coefficients("grpo", batch.advantages, batch.completion_mask, logps, later.old_logps)
+    assert found.strength == pytest.approx(float(omega.norm()))
+    # The instrument's own gradient is that of the loss of training.
+    exact = backward(actor, later, seed=0)
+    actor.model.zero_grad(set_to_none=True)
+    policy_loss(actor, later).backward()  # type: ignore[no-untyped-call]
+    grads = [parameter.grad for parameter in actor.model.parameters() if parameter.requires_grad]
+    assert all(torch.equal(a, b) for a, b in zip(exact.gradients, grads, strict=True) if b is not None)
+    assert exact.exposure == found.psi
+    assert 0 < exact.log_move < 0.5
