@@ -215,7 +215,8 @@ def _static(regions: int) -> Floats:
     """The last layer above the others, which are alike."""
     profile = np.full(regions, (1 - LAST_LAYER_SHARE) / max(regions - 1, 1))
     profile[-1] = LAST_LAYER_SHARE
-    return np.sqrt(profile)
+    root: Floats = np.sqrt(profile)
+    return root
 
 
 def _by_mean(features: ExposureFeatures) -> float:
