@@ -103,12 +103,13 @@ def _compositions(
     def note(*groups: Parts) -> None:
         found.append(_added_up(next(expected), groups))
 
-    unframed = outside.frame_bytes if all(region.held for region in regions) else 0
-    live, casts = _sum(base, {INPUTS: -unframed}), 0
+    live, casts = base, 0
     for region, cost in zip(regions, costs, strict=True):
         note(live, {CASTS: casts}, region.forward)
         live = _sum(live, region.retained)
         casts += cost.cast_bytes
+    unframed = outside.frame_bytes if all(region.held for region in regions) else 0
+    live = _sum(live, {INPUTS: -unframed})
     note(live, _head(trace, outside, casts))
     for region in reversed(regions):
         before = _sum(live, region.retained, sign=-1)

@@ -56,13 +56,15 @@ class Event:
 
 def events(around: Surroundings, costs: Sequence[RegionCost], *, demoted: bool = False) -> tuple[Event, ...]:
     """One update in order, as a ledger of live bytes: each event's highest moment."""
-    unframed = around.frame_bytes if all(cost.held for cost in costs) else 0
-    live, casts = around.base_bytes - unframed, 0
+    live, casts = around.base_bytes, 0
     result = []
     for cost in costs:
         result.append(Event(f"forward of {cost.name}", live + casts + cost.forward_bytes))
         live += cost.retained_bytes
         casts += cost.cast_bytes
+    # Once the forward has let go of its arguments.
+    unframed = around.frame_bytes if all(cost.held for cost in costs) else 0
+    live -= unframed
     result.append(Event("head", live + max(around.head_bytes, casts + around.head_forward_bytes)))
     for cost in reversed(costs):
         working = cost.demoted_backward_bytes if demoted else cost.backward_bytes
