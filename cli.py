@@ -178,6 +178,7 @@ for command in (
     cli_views.show,
     cli_views.explain,
     cli_views.diff,
+    cli_views.frontier,
 ):
     app.command()(command)
 

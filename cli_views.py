@@ -1,4 +1,4 @@
-"""The commands that read traces and plans and change nothing: show, explain, diff."""
+"""The commands that read traces and plans and change nothing: show, explain, diff, frontier, report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from typing import Annotated
 
 import typer
 
-from hilore.cli_output import JsonOption, PlanArgument, PlansArgument, PlanTraceOption, print_json, print_parts
+from hilore.cli_output import (
+    JsonOption,
+    PlanArgument,
+    PlansArgument,
+    PlanTraceOption,
+    TraceOption,
+    print_json,
+    print_parts,
+)
 
 
 def show(plans: PlansArgument, trace_path: PlanTraceOption = None, as_json: JsonOption = False) -> None:
@@ -57,3 +65,61 @@ def diff(
         print_json({"first": first, "second": second, "changed": changed})
         return
     print_parts(*(changed or ["the two plans do the same"]))
+
+
+def frontier(
+    budgets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--budgets",
+            metavar="MIB[,MIB...]",
+            help="Ceilings as for solve. Default: 12 from the smallest feasible budget to No-GC's peak.",
+        ),
+    ] = None,
+    deltas: Annotated[
+        list[str] | None, typer.Option("--deltas", metavar="D[,D...]", help="As for solve. Default: 0,1.")
+    ] = None,
+    trace_path: TraceOption = None,
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE.csv", help="Every point as CSV.")] = None,
+    plot: Annotated[str | None, typer.Option("--plot", metavar="FILE.svg", help="The curves as one SVG.")] = None,
+    time_limit: Annotated[float, typer.Option("--time-limit", metavar="S", help="Seconds for each solve.")] = 20.0,
+    gap: Annotated[float, typer.Option("--gap", metavar="PCT", help="Allowed gap of each solve.")] = 0.1,
+    rivals: Annotated[bool, typer.Option(help="Other policies too.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Peak against predicted step time: our plans and every other policy, from the smallest budget to No-GC."""
+    from hilore.planner import frontier_view as view
+    from hilore.planner.budget import parse_limit
+    from hilore.planner.files import replace_files
+    from hilore.planner.frontier_options import frontier_budgets, frontier_deltas, plot_path
+    from hilore.planner.progress import progress_bar
+    from hilore.planner.tracefile import load_trace, newest_trace
+
+    limit_s, gap_percent = parse_limit("--time-limit", time_limit, zero=False), parse_limit("--gap", gap, zero=True)
+    wanted = frontier_deltas(deltas)
+    plot = plot_path(plot)
+    path = trace_path if trace_path is not None else str(newest_trace())
+    found = load_trace(path)
+    ceilings = frontier_budgets(budgets, found, delta=max(wanted))
+    from hilore.planner import frontier as planning
+    from hilore.planner.frontier_plot import frontier_svg
+
+    with progress_bar() as progress:
+        result = planning.frontier(
+            found,
+            budgets=ceilings,
+            deltas=wanted,
+            time_limit_s=limit_s,
+            gap_percent=gap_percent,
+            rivals=rivals,
+            progress=progress,
+        )
+    texts = {out: view.frontier_csv(result)} if out else {}
+    if plot:
+        texts[plot] = frontier_svg(result)
+    replace_files(texts)
+    if as_json:
+        print_json(view.frontier_json(result, path, list(texts)))
+        return
+    written = [f"written: {', '.join(texts)}"] if texts else []
+    print_parts(view.gains_table(result), view.plans_table(result), *view.frontier_lines(result, path), *written)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from hilore.runtime.errors import HiloreError
@@ -19,23 +20,41 @@ def replace_file(path: str | Path, text: str) -> None:
 
     Raises OutputFileError, with an earlier file of that name as it was.
     """
-    target = Path(path)
-    temporary: Path | None = None
+    replace_files({str(path): text})
+
+
+def replace_files(texts: Mapping[str, str]) -> None:
+    """The same for several files (path -> text): each is complete beside its target before the first is replaced.
+
+    Raises OutputFileError; unless the very last step failed for one of them, all are as they were.
+    """
+    temporaries: dict[Path, Path] = {}
+    target = Path()
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-        temporary = Path(name)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp makes files that only their owner reads; these are shared like any other output.
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)
-        os.replace(temporary, target)
+        for path, text in texts.items():
+            target = Path(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.is_dir():
+                raise IsADirectoryError(None, "is a folder")
+            temporaries[target] = _temporary(target, text)
+        for target, temporary in temporaries.items():
+            os.replace(temporary, target)
     except OSError as error:
-        if temporary is not None:
+        raise OutputFileError(
+            f"{target}: cannot be written: {error.strerror or error}; nothing was changed", path=str(target)
+        ) from error
+    finally:
+        for temporary in temporaries.values():
             with contextlib.suppress(OSError):
                 temporary.unlink()
-        raise OutputFileError(
-            f"{path}: cannot be written: {error.strerror or error}; nothing was changed", path=str(path)
-        ) from error
+
+
+def _temporary(target: Path, text: str) -> Path:
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    # mkstemp makes files that only their owner reads; these are shared like any other output.
+    mask = os.umask(0)
+    os.umask(mask)
+    Path(name).chmod(0o666 & ~mask)
+    return Path(name)
