@@ -137,7 +137,7 @@ class _Builder:
             retained_bytes=retained,
             # An output may live on for other units of the region when its payload is there already.
             forward_bytes=keep_set.forward_bytes + payloads,
-            backward_bytes=keep_set.backward_bytes + outputs,
+            backward_bytes=self._lossy_peak(keep_set, codec_of) - retained,
             demoted_backward_bytes=self._exact_peak(exact, split) + beside - retained,
             extra_ns=planned.run_ns + encode + decode,
             demoted_extra_ns=demoted.run_ns + encode,
@@ -150,6 +150,21 @@ class _Builder:
         if (kept, split) not in self._replays:
             self._replays[kept, split] = _Replay.of(self.region_class, kept, split)
         return self._replays[kept, split]
+
+    def _lossy_peak(self, keep_set: KeepSet, codec_of: dict[str, CodecCost]) -> int:
+        """At most so many bytes are alive because of a region in a backward that decodes the units of ``codec_of``.
+
+        Once all are handed out they are what they would be at H; before, each takes its payload at most, or while it
+        is decoded both.
+        """
+        payloads = [cost.payload_bytes for cost in codec_of.values()]
+        if keep_set.handed_bytes is None or not payloads:
+            return keep_set.retained_bytes + keep_set.backward_bytes + sum(payloads)
+        names = [unit.name for unit in self.region_class.units]
+        first_late = names.index(self.region_class.split_at) if keep_set.split else 0
+        waiting = sum(cost.payload_bytes for name, cost in codec_of.items() if names.index(name) < first_late)
+        highest = max(keep_set.backward_bytes, keep_set.handed_bytes + max(payloads))
+        return keep_set.retained_bytes + highest + waiting
 
     def _exact_peak(self, exact: frozenset[str], split: bool) -> int:
         """At most so many bytes are alive because of a region in a backward that keeps ``exact`` and nothing else.

@@ -15,6 +15,8 @@ from hilore.planner.regionrun import RegionRunner, Split
 from hilore.planner.trace import KeepSet
 from hilore.runtime.ambient import tensors_in
 from hilore.runtime.meter import StorageMeter
+from hilore.runtime.region import Action
+from hilore.runtime.stats import Stats
 
 # The context that a forward runs in, and a backward does not.
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -30,6 +32,7 @@ class RegionBytes:
     gradient_bytes: int
     cast_bytes: int
     keeps_boundary: bool
+    handed_bytes: int | None
 
     def as_keep_set(self, kept: Sequence[str], *, split: bool = False) -> KeepSet:
         return KeepSet(
@@ -40,6 +43,7 @@ class RegionBytes:
             split,
             self.cast_bytes,
             self.keeps_boundary,
+            self.handed_bytes,
         )
 
 
@@ -53,7 +57,12 @@ def measure_keep_set(
     autocast: Autocast = nullcontext,
 ) -> RegionBytes:
     """Memory of the region with ``kept`` exactly kept and ``dead`` left out of the replay, in two stages or in one."""
-    return _measure(runner, lambda boundary: runner.with_frame(kept, dead, boundary, split), gradients_exist, autocast)
+    handed = _HandedOut()
+
+    def forward(boundary: torch.Tensor) -> torch.Tensor:
+        return runner.with_frame(kept, dead, boundary, split, handed)
+
+    return _measure(runner, forward, gradients_exist, autocast, handed)
 
 
 def measure_held(runner: RegionRunner, *, gradients_exist: bool, autocast: Autocast = nullcontext) -> RegionBytes:
@@ -68,8 +77,25 @@ def measure_checkpointed(
     return _measure(runner, runner.checkpointed, gradients_exist, autocast)
 
 
+@dataclass(slots=True)
+class _HandedOut(Stats):
+    """Counters of a frame that also note how much was live when it handed out a kept output, at the highest."""
+
+    meter: StorageMeter | None = None
+    highest_bytes: int = 0
+
+    def call_left_out(self, unit_name: str, action: Action) -> None:
+        Stats.call_left_out(self, unit_name, action)
+        if self.meter is not None and action.kept:
+            self.highest_bytes = max(self.highest_bytes, self.meter.live_bytes)
+
+
 def _measure(
-    runner: RegionRunner, forward: Callable[[torch.Tensor], torch.Tensor], gradients_exist: bool, autocast: Autocast
+    runner: RegionRunner,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    gradients_exist: bool,
+    autocast: Autocast,
+    handed: _HandedOut | None = None,
 ) -> RegionBytes:
     parameters = [p for p in runner.binding.module.parameters() if p.requires_grad]
     for parameter in parameters:
@@ -80,14 +106,20 @@ def _measure(
     try:
         with StorageMeter() as meter:
             meter.track([*state, *grads, *tensors_in(runner.inputs.args, runner.inputs.kwargs)])
-            return _run(meter, runner, forward, autocast)
+            if handed is not None:
+                handed.meter = meter
+            return _run(meter, runner, forward, autocast, handed)
     finally:
         for parameter in parameters:
             parameter.grad = None
 
 
 def _run(
-    meter: StorageMeter, runner: RegionRunner, forward: Callable[[torch.Tensor], torch.Tensor], autocast: Autocast
+    meter: StorageMeter,
+    runner: RegionRunner,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    autocast: Autocast,
+    handed: _HandedOut | None,
 ) -> RegionBytes:
     base = meter.live_bytes
     # A boundary inside a model is no leaf: nothing but who uses it keeps it, and its gradient is handed on.
@@ -111,10 +143,18 @@ def _run(
     meter.reset_peak()
     root.backward()  # type: ignore[no-untyped-call]
     # The root and its own gradient exist only here.
-    backward = meter.peak_bytes - base - retained - output_bytes - 2 * root_bytes
+    begun = base + retained + output_bytes + 2 * root_bytes
+    backward = max(meter.peak_bytes - begun, 0)
     del root
-    gradient_bytes = meter.live_bytes - base
-    return RegionBytes(retained, forward_bytes, max(backward, 0), gradient_bytes, cast_bytes, keeps_boundary)
+    return RegionBytes(
+        retained,
+        forward_bytes,
+        backward,
+        gradient_bytes=meter.live_bytes - base,
+        cast_bytes=cast_bytes,
+        keeps_boundary=keeps_boundary,
+        handed_bytes=None if handed is None else max(handed.highest_bytes - begun, 0),
+    )
 
 
 class _Boundary(torch.autograd.Function):

@@ -57,7 +57,7 @@ def region_cost(region: RegionPlan, region_class: RegionClass, risk: int) -> Reg
         name=region.name,
         retained_bytes=retained,
         forward_bytes=with_lossy.forward_bytes + payload,
-        backward_bytes=with_lossy.backward_bytes + output,
+        backward_bytes=_lossy_backward(with_lossy, first_part, encoded) + output - payload,
         demoted_backward_bytes=_demoted_peak(region_class, kept, split) + beside - retained,
         gradient_bytes=region_class.gradient_bytes,
         extra_ns=_replay_ns(region_class, stored, split) + encode_ns + decode_ns,
@@ -65,6 +65,18 @@ def region_cost(region: RegionPlan, region_class: RegionClass, risk: int) -> Reg
         risk=risk,
         cast_bytes=with_lossy.cast_bytes,
     )
+
+
+def _lossy_backward(used: KeepSet, first_part: set[str], encoded: dict[UnitTrace, CodecCost]) -> int:
+    """Working set beside what H would retain: outputs are decoded one by one, and payloads of the part before a split
+    wait for the second stage."""
+    payloads = {unit.name: cost.payload_bytes for unit, cost in encoded.items()}
+    if not payloads:
+        return used.backward_bytes
+    if used.handed_bytes is None:
+        return used.backward_bytes + sum(payloads.values())
+    waiting = sum(size for name, size in payloads.items() if name in first_part)
+    return max(used.backward_bytes, used.handed_bytes + max(payloads.values())) + waiting
 
 
 def _cost(region: RegionPlan, unit: UnitTrace, plan: UnitPlan) -> CodecCost:

@@ -79,13 +79,14 @@ def planned_parts(region: RegionPlan, region_class: RegionClass, *, demoted: boo
     kept = max(found.retained[KEPT] - outputs - rest, 0)
     retained = found.retained | {KEPT: kept, PAYLOADS: found.retained[KEPT] - outputs + payload - kept}
     forward = {PAYLOADS: payload} | found.forward
+    cost = region_cost(region, region_class, 0)
     if not demoted:
-        backward = found.backward | {"decoded outputs": outputs}
+        decoded = cost.backward_bytes - used.backward_bytes
         if found.frees_first:
             # The ledger takes off what is retained with payloads; `used` has the outputs in their place.
-            backward["decoded outputs"] += payload - outputs
+            decoded += payload - outputs
+        backward = found.backward | {"decoded outputs": decoded}
         return replace(found, retained=retained, forward=forward, backward=backward)
-    cost = region_cost(region, region_class, 0)
     gathered = region_class.sharded.backward_bytes if region_class.sharded is not None else 0
     working = {
         GATHERED: gathered,

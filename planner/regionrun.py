@@ -124,9 +124,18 @@ class RegionRunner:
         return kind(self.binding, choice, forward, (boundary, *self.inputs.args), self.inputs.kwargs)
 
     def with_frame(
-        self, kept: Iterable[str], dead: Iterable[str], boundary: torch.Tensor, split: Split | None = None
+        self,
+        kept: Iterable[str],
+        dead: Iterable[str],
+        boundary: torch.Tensor,
+        split: Split | None = None,
+        stats: Stats | None = None,
     ) -> torch.Tensor:
-        return _first_tensor(self.frame(kept, dead, boundary, split).run())
+        """The region's forward under such a frame; ``stats`` counts what it and its replays do."""
+        frame = self.frame(kept, dead, boundary, split)
+        if stats is not None:
+            frame.choice.stats = stats
+        return _first_tensor(frame.run())
 
     def checkpointed(self, boundary: torch.Tensor) -> torch.Tensor:
         """The region as Hugging Face's gradient checkpointing runs it."""

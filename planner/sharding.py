@@ -268,6 +268,9 @@ def shard_keep_set(sharding: Sharding, group: GroupBytes, around: Around, keep_s
     else:
         backward = keep_set.backward_bytes
     backward += around.reduce_held
+    handed = keep_set.handed_bytes
+    if handed is not None:
+        handed += around.reduce_held + (gathered + around.flat_next if sharding.reshard else 0)
     # What the region retained is gone when its gradients are reduced.
     reducing = around.flat_next + group.reducing - keep_set.retained_bytes - stays if group.gradients else 0
     return replace(
@@ -275,6 +278,7 @@ def shard_keep_set(sharding: Sharding, group: GroupBytes, around: Around, keep_s
         retained_bytes=keep_set.retained_bytes + stays,
         forward_bytes=forward + sharding.through_bytes,
         backward_bytes=max(backward, reducing),
+        handed_bytes=handed,
     )
 
 

@@ -61,8 +61,10 @@ class KeepSet:
     ``forward_bytes``: highest live bytes during the region's forward beyond what was live before it.
     ``backward_bytes``: highest live bytes during the region's replay and backward beyond what was live when its
     backward began (when its retained bytes and the incoming gradient were live already).
-    A unit at L keeps its payload and its rest instead of its output, and adds its decoded output to
-    ``backward_bytes``. ``split``: measured with the replay split at the class's ``split_at``.
+    ``handed_bytes``: the same when a kept output was handed out in the replay, at the highest; None: not measured.
+    A unit at L keeps its payload and its rest instead of its output; its decoded output takes the place of a kept one
+    once the replay has handed it out, when the payload goes (in a split replay that of a unit before the split stays
+    for the second stage). ``split``: measured with the replay split at the class's ``split_at``.
     ``cast_bytes``: casts of trainable weights that nothing but autocast holds, until the loss is there: in
     ``forward_bytes``, not in ``retained_bytes``. ``keeps_boundary``: its input is in ``retained_bytes``; of a held
     region that depends on what its first norm saves.
@@ -75,6 +77,7 @@ class KeepSet:
     split: bool = False
     cast_bytes: int = 0
     keeps_boundary: bool = False
+    handed_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

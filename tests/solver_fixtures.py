@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from hilore.planner.liveness import dead_in_late_stage, running_units
 from hilore.planner.problem import Configuration, Problem, RegionProblem, UnitChoice
@@ -198,7 +199,7 @@ def qwen_trace(
 
 def random_class(seed: int, *, split: bool = False) -> RegionClass:
     """A few units with random liveness, some keep sets missing."""
-    rng = random.Random(seed)
+    rng, handed = random.Random(seed), random.Random(seed)
     names = ["a", "b", "c", "d"][: rng.randint(2, 4)]
     units = tuple(
         unit(
@@ -220,7 +221,8 @@ def random_class(seed: int, *, split: bool = False) -> RegionClass:
         for kept in powerset(names):
             if not kept or rng.random() < 0.8:
                 out = sum(u.output_bytes + u.rest_bytes for u in units if u.name in kept)
-                sets.append(KeepSet(kept, 5 + out, out + rng.randint(20, 90), rng.randint(5, 60), is_split))
+                measured = KeepSet(kept, 5 + out, out + rng.randint(20, 90), rng.randint(5, 60), is_split)
+                sets.append(replace(measured, handed_bytes=handed.choice([None, handed.randint(0, 60)])))
     hold = KeepSet(tuple(names), 120, 130, 10)
     at, early_ns = (names[1], rng.randint(0, 5)) if split else ("", 0)
     return RegionClass("random", units, tuple(sets), hold, sets[0], 10, 10, rng.randint(0, 9), 99, 0, at, early_ns)
