@@ -9,7 +9,7 @@ from torch import nn
 
 from hilore.planner.actor import Actor
 from hilore.planner.capture import Capture, UnitGraph
-from hilore.planner.estimate import Bench, Target, kernels
+from hilore.planner.estimate import Bench, Target, kernels, timed_kernels
 from hilore.planner.head import policy_logps
 from hilore.planner.instrument import RegionBytes, measure_checkpointed, measure_held, measure_keep_set
 from hilore.planner.keepsets import split_unit, worthwhile_sets
@@ -51,9 +51,10 @@ def trace_class(setting: Setting, index: int) -> tuple[RegionClass, float]:
     name = next(region.name for region in setting.captured.regions if region.class_index == index)
     named = f"{setting.label}: {name}"
     setting.tell(f"{named}: times", 0, 1)
-    with kernels(setting.target):
+    with timed_kernels(setting.target):
         times, costs = _times(setting, name, units)
-        setting.tell(f"{named}: times", 1, 1)
+    setting.tell(f"{named}: times", 1, 1)
+    with kernels(setting.target):
         return _bytes(setting, name, units, times, costs, named), times.spread
 
 

@@ -37,8 +37,8 @@ class UnknownGpuError(HiloreError):
 
 
 _OOM = "total capacity in public out-of-memory messages of PyTorch for this card"
-_WORKSPACE_BEFORE_SM90 = 2 * 4 * MIB + 8 * 16 * 1024  # PyTorch's default CUBLAS_WORKSPACE_CONFIG :4096:2:16:8
-_WORKSPACE_SM90 = 32 * MIB  # PyTorch's default from compute capability 9.0 on, :4096:8
+CUBLAS_WORKSPACE_BEFORE_SM90 = 2 * 4 * MIB + 8 * 16 * 1024  # PyTorch's default CUBLAS_WORKSPACE_CONFIG :4096:2:16:8
+CUBLAS_WORKSPACE_SM90 = 32 * MIB  # PyTorch's default from compute capability 9.0 on, :4096:8
 
 _PCIE4 = 32 * GIGA  # x16, per direction
 _PCIE5 = 64 * GIGA
@@ -61,7 +61,7 @@ def _gpu(
     fractions: dict[str, Fraction],
     source: str,
     *,
-    workspace: int = _WORKSPACE_BEFORE_SM90,
+    workspace: int = CUBLAS_WORKSPACE_BEFORE_SM90,
     notes: tuple[str, ...] = (),
     launch_ns: int = 4_000,
     memory_source: str = _OOM,
@@ -173,7 +173,7 @@ GPUS: tuple[Gpu, ...] = (
         OVER_NVLINK,
         HOPPER,
         "NVIDIA H100 data sheet (2023), SXM; half of the sparse figures",
-        workspace=_WORKSPACE_SM90,
+        workspace=CUBLAS_WORKSPACE_SM90,
     ),
     _gpu(
         "h100-pcie-80gb",
@@ -185,7 +185,7 @@ GPUS: tuple[Gpu, ...] = (
         OVER_PCIE,
         HOPPER_PCIE,
         "NVIDIA H100 data sheet (2023), PCIe; half of the sparse figures",
-        workspace=_WORKSPACE_SM90,
+        workspace=CUBLAS_WORKSPACE_SM90,
     ),
     _gpu(
         "h200-141gb",
@@ -197,7 +197,7 @@ GPUS: tuple[Gpu, ...] = (
         OVER_NVLINK,
         HOPPER,
         "NVIDIA H200 data sheet (2024), SXM; half of the sparse figures",
-        workspace=_WORKSPACE_SM90,
+        workspace=CUBLAS_WORKSPACE_SM90,
     ),
     _gpu(
         "b200-180gb",
@@ -210,7 +210,7 @@ GPUS: tuple[Gpu, ...] = (
         BLACKWELL,
         "NVIDIA DGX and HGX B200 data sheets (2024), an eighth of the system, the lower bandwidth of the two; half of "
         "the sparse figures",
-        workspace=_WORKSPACE_SM90,
+        workspace=CUBLAS_WORKSPACE_SM90,
     ),
     _gpu(
         "mi300x-192gb",
@@ -222,7 +222,7 @@ GPUS: tuple[Gpu, ...] = (
         OVER_FABRIC,
         CDNA3,
         "AMD Instinct MI300X data sheet (2023)",
-        workspace=_WORKSPACE_SM90,
+        workspace=CUBLAS_WORKSPACE_SM90,
         launch_ns=6_000,
         notes=("saved tensors of its attention kernels and the workspace of its BLAS are taken to be those of CUDA's",),
     ),

@@ -17,7 +17,13 @@ from torch import Tensor
 from hilore.planner.actor import Actor, build_actor
 from hilore.planner.cudakernels import NOTE as KERNEL_NOTE
 from hilore.planner.cudakernels import cuda_attention
-from hilore.planner.devices import gpu_named, gpu_names, gpu_reported_as
+from hilore.planner.devices import (
+    CUBLAS_WORKSPACE_BEFORE_SM90,
+    CUBLAS_WORKSPACE_SM90,
+    gpu_named,
+    gpu_names,
+    gpu_reported_as,
+)
 from hilore.planner.gpu import Gpu
 from hilore.planner.profile import REPEATS, WARM_UP, Clock, codec_costs, device_clock
 from hilore.planner.roofline import RooflineClock, estimated_codec_costs
@@ -33,7 +39,8 @@ _CUBLAS_HANDLES = 2
 @dataclass(frozen=True, slots=True)
 class Target:
     """What a trace is for. ``device``: where tensors of the run live (the fake ones of an estimate on the CPU).
-    ``gpu``: the card's entry in the table, None for the CPU and for a card that is here but not in it."""
+    ``gpu``: the card's entry in the table, None for the CPU and for a card that is here but not in it. ``cuda``: CUDA's
+    kernels run there, whose saved tensors and temporaries fake tensors do not show by themselves."""
 
     device: torch.device
     gpu: Gpu | None
@@ -41,18 +48,27 @@ class Target:
     label: str
     card_bytes: int
     workspace_bytes: int
+    cuda: bool = False
 
     @property
     def notes(self) -> tuple[str, ...]:
-        if not self.estimated or self.gpu is None:
+        if not self.cuda:
             return ()
+        if not self.estimated or self.gpu is None:
+            return (KERNEL_NOTE, self._workspace_note)
         return (
             f"times are estimated from the table of GPUs ({self.gpu.name}: {self.gpu.source}): not measured; time of "
             f"the CPU that launches kernels is not in them; {_bias(self.gpu)}",
             KERNEL_NOTE,
-            f"other memory has {self.workspace_bytes / 2**20:.3g} MiB of cuBLAS workspace (PyTorch's default on this "
-            f"card, {_CUBLAS_HANDLES} handles)",
+            self._workspace_note,
             *(f"{self.gpu.name}: {note}" for note in self.gpu.notes),
+        )
+
+    @property
+    def _workspace_note(self) -> str:
+        return (
+            f"other memory has {self.workspace_bytes / 2**20:.3g} MiB of cuBLAS workspace (PyTorch's default on this "
+            f"card, {_CUBLAS_HANDLES} handles)"
         )
 
 
@@ -77,15 +93,28 @@ def target_of(spec: ModelSpec) -> Target:
         if named is None or here in named.reported_names:
             device = torch.device("cuda")
             total = torch.cuda.get_device_properties(device).total_memory
-            return Target(device, named or gpu_reported_as(here), False, "cuda", total, 0)
+            gpu = named or gpu_reported_as(here)
+            return Target(device, gpu, False, "cuda", total, _workspace_bytes(gpu), cuda=True)
     if named is None:
         raise UnsupportedModelError(
             f"{where} is empty and no CUDA device is here; trace on the machine that will train, name the card to plan "
             f"for ({', '.join(gpu_names())}), or set device: {{kind: cpu}}",
             unit="device",
         )
-    workspace = named.cublas_workspace_bytes * _CUBLAS_HANDLES
-    return Target(torch.device("cpu"), named, True, named.name, named.memory_bytes, workspace)
+    return estimated_target(named)
+
+
+def estimated_target(gpu: Gpu) -> Target:
+    """The target of an estimate for a card, whether or not it is here."""
+    return Target(torch.device("cpu"), gpu, True, gpu.name, gpu.memory_bytes, _workspace_bytes(gpu), cuda=True)
+
+
+def _workspace_bytes(gpu: Gpu | None) -> int:
+    """What PyTorch holds for cuBLAS; of a card that the table does not have, by its compute capability."""
+    if gpu is not None:
+        return gpu.cublas_workspace_bytes * _CUBLAS_HANDLES
+    newer = torch.cuda.get_device_capability()[0] >= 9
+    return (CUBLAS_WORKSPACE_SM90 if newer else CUBLAS_WORKSPACE_BEFORE_SM90) * _CUBLAS_HANDLES
 
 
 def _place(spec: ModelSpec) -> str:
@@ -127,17 +156,22 @@ class Bench:
         return codec_costs(output, names, self.clock)
 
 
-def bench_for(target: Target, spec: ModelSpec, fake: Actor) -> Bench:
+def bench_for(target: Target, spec: ModelSpec, fake: Actor, real: Actor | None = None) -> Bench:
     """The fake actor on the roofline's clock where the target is not here, else a real one on the device's.
 
-    Weights are read and allocated for the real one alone.
+    Weights are read and allocated for the real one alone, unless one is given.
     """
     if target.estimated and target.gpu is not None:
         return Bench(fake, RooflineClock(target.gpu), 0, 1, target.gpu)
-    actor = build_actor(spec, device=target.device)
+    actor = real or build_actor(spec, device=target.device)
     return Bench(actor, device_clock(target.device), WARM_UP, REPEATS, target.gpu)
 
 
 def kernels(target: Target) -> AbstractContextManager[None]:
-    """Kernels of the target where fake tensors would take others."""
-    return cuda_attention() if target.estimated else contextlib.nullcontext()
+    """Kernels of the target where fake tensors would take others, or hide what is inside of them."""
+    return cuda_attention() if target.cuda else contextlib.nullcontext()
+
+
+def timed_kernels(target: Target) -> AbstractContextManager[None]:
+    """The same while times are taken: real tensors run the real kernels."""
+    return kernels(target) if target.estimated else contextlib.nullcontext()

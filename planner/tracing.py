@@ -42,18 +42,21 @@ from hilore.runtime.naming import canonical_modules
 STEP_REPEATS = 3
 
 
-def trace_spec(spec: ModelSpec, progress: Progress | None = None) -> Trace:
+def trace_spec(
+    spec: ModelSpec, progress: Progress | None = None, *, target: Target | None = None, actor: Actor | None = None
+) -> Trace:
     """Capture, profile and calibrate as the file says; estimate times where the card that it names is not here.
 
-    An estimate reads no weights and allocates none. Raises UnknownGpuError and UnsupportedModelError where there is
-    nothing to plan for or the model cannot be captured, SourceError where the model cannot be loaded.
+    ``target``: in place of the one that the file names. ``actor``: a real one of this spec on the target's device, to
+    take times with. An estimate reads no weights and allocates none. Raises UnknownGpuError and UnsupportedModelError
+    where there is nothing to plan for or the model cannot be captured, SourceError where the model cannot be loaded.
     """
     tell = progress or (lambda _label, _done, _total: None)
-    target = target_of(spec)
+    target = target or target_of(spec)
     refuse_calibration(spec, estimated=target.estimated)
     tell("build the actor", 0, 1)
     fake = build_actor(spec, device=target.device, fake=True)
-    bench = bench_for(target, spec, fake)
+    bench = bench_for(target, spec, fake, actor)
     tell("build the actor", 1, 1)
     with _little_to_collect():
         run = _captured(spec, target, bench, fake, tell)

@@ -257,3 +257,22 @@ def test_every_example_is_valid_and_names_a_known_card(path: Path) -> None:
     if spec.device.kind == "cuda":
         assert gpu_named(spec.device.gpu).memory_bytes > 0
         assert spec.parallel.world_size in (4, 8)
+
+
+def test_kernels_are_cuda_s_on_a_card_whether_it_is_here_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = estimate.estimated_target(A100)
+    here = replace(card, estimated=False)
+    cpu = estimate.target_of(spec_of())
+    plain = functional.scaled_dot_product_attention
+
+    def substituted(context: Any) -> bool:
+        with context:
+            return functional.scaled_dot_product_attention is not plain
+
+    assert [substituted(estimate.kernels(one)) for one in (card, here, cpu)] == [True, True, False]
+    assert [substituted(estimate.timed_kernels(one)) for one in (card, here, cpu)] == [True, False, False]
+    assert here.notes[-1].startswith("other memory has 16.2 MiB of cuBLAS workspace")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert estimate._workspace_bytes(None) == 2 * 32 * 2**20
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    assert estimate._workspace_bytes(None) == estimate._workspace_bytes(A100)
