@@ -19,7 +19,7 @@ try:
 except ModuleNotFoundError as missing:
     raise SystemExit(f"hilore-plan needs {missing.name}: pip install 'hilore-plan[planner]'") from None
 
-from hilore import cli_measures, cli_views
+from hilore import cli_calibrate, cli_measures, cli_views
 from hilore.cli_output import JsonOption, TraceOption, complain, print_json, print_parts
 
 DEBUG = "HILORE_DEBUG"
@@ -136,6 +136,14 @@ def solve(
     granularity: Annotated[
         Literal["unit", "layer"], typer.Option("--granularity", help="Grain of decisions: calls, or whole regions.")
     ] = "unit",
+    rule: Annotated[
+        Literal["each", "joint"],
+        typer.Option(
+            "--rule",
+            help="How an update's error is spent: the same limit in each exposure regime, or jointly, more where "
+            "exposure is low and less where it is high, as calibration saw them.",
+        ),
+    ] = "each",
     as_json: JsonOption = False,
 ) -> None:
     """Find the fastest plans under the budget: four regimes of each length bucket, one file each."""
@@ -161,6 +169,7 @@ def solve(
         time_limit_s=limit_s,
         gap_percent=gap_percent,
         granularity=granularity,
+        rule=rule,
         command=str(context.obj),
     )
     written = write_plans(result, out)
@@ -173,6 +182,7 @@ def solve(
 
 
 for command in (
+    cli_calibrate.calibrate,
     cli_measures.verify,
     cli_measures.bench,
     cli_views.show,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from hilore import cli_calibrate
 from hilore.cli_output import JsonOption, PlansArgument, TraceOption, print_json, print_parts
 
 if TYPE_CHECKING:
@@ -24,6 +25,21 @@ def verify(
         bool, typer.Option("--fake", help="Under fake tensors: peaks alone, of any size of model.")
     ] = False,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed rounds, policies interleaved.")] = 5,
+    rollouts: Annotated[
+        str | None,
+        typer.Option(
+            "--rollouts", metavar="FILE", help="Gradient errors alone, of updates of recorded rollouts (JSONL)."
+        ),
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option("--microbatches", min=1, help="Of --rollouts; default: all of the file.")
+    ] = None,
+    risk_microbatches: Annotated[
+        int,
+        typer.Option(
+            "--risk-microbatches", min=0, help="Of --rollouts: rank the risk of single regions on so many (slow)."
+        ),
+    ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Run updates under plans; compare measured with predicted peak, time and gradient error. Exit 6 on a breach."""
@@ -42,6 +58,10 @@ def verify(
         spec = load_spec(model)
         if trace_path is not None:
             found = load_trace(trace_path)
+    if rollouts is not None:
+        trace = found or load_trace(newest_trace())
+        sizes = {"microbatches": microbatches, "risk_microbatches": risk_microbatches}
+        raise typer.Exit(cli_calibrate.verify_on_rollouts(loaded, spec, trace, rollouts, **sizes, as_json=as_json))
     from hilore.planner.check import verify_plans
 
     with progress_bar() as progress:

@@ -78,6 +78,11 @@ def offering(region_class: RegionClass) -> tuple[UnitTrace, ...]:
     )
 
 
+def codecs_of(bucket: Bucket) -> tuple[str, ...]:
+    """All codecs that some unit can have, sorted."""
+    return tuple(sorted({unit.codec for unit in every_lossy_unit(bucket)}))
+
+
 def random_plans(trace: Trace, count: int, expected: Expected, *, seed: int, name: str) -> tuple[Plan, ...]:
     """``count`` random plans of the largest bucket, the codecs taking turns; none where nothing can be at L."""
     drawing = _Drawing(trace, expected, random.Random(seed))

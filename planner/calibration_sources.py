@@ -38,6 +38,14 @@ def recorded(actor: Actor, path: Path) -> Recording:
 
     Raises RolloutFileError, and ConfidenceError where there are too few for the confidence asked for.
     """
+    spec = actor.spec
+    needed = _until(spec.loss, read_microbatches(actor, path), spec.calibration.microbatches)
+    check_confidence(exposed(spec.loss, needed), spec.calibration.confidence, f"microbatches of {path} with exposure")
+    return Recording(needed, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def read_microbatches(actor: Actor, path: Path) -> tuple[Microbatch, ...]:
+    """All microbatches of a file of rollouts for this actor, in order. Raises RolloutFileError."""
     found = read_recorded(path)
     vocabulary = getattr(getattr(base_model(actor.model), "config", None), "vocab_size", None)
     spec = actor.spec
@@ -56,9 +64,7 @@ def recorded(actor: Actor, path: Path) -> Recording:
             path=str(path),
             line=0,
         )
-    needed = _until(spec.loss, microbatches, spec.calibration.microbatches)
-    check_confidence(exposed(spec.loss, needed), spec.calibration.confidence, f"microbatches of {path} with exposure")
-    return Recording(needed, hashlib.sha256(path.read_bytes()).hexdigest())
+    return microbatches
 
 
 def synthetic(actor: Actor, tokens: int, *, seed: int) -> Recording:

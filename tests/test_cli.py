@@ -284,6 +284,7 @@ def test_a_gap_left_open_is_exit_code_3(run: Run, monkeypatch: pytest.MonkeyPatc
             "time_limit_s": 3.0,
             "gap_percent": 0.0,
             "granularity": "layer",
+            "rule": "each",
         }
     ]
 
