@@ -86,6 +86,12 @@ def highest(compositions: Sequence[Composition]) -> Composition:
     return max(compositions, key=lambda found: found.live_bytes)
 
 
+def composition_text(found: Composition) -> str:
+    """``parameters 2,971.5 MiB + boundaries 576.0 MiB + ...``, largest first."""
+    ordered = sorted(found.parts, key=lambda part: -part[1])
+    return " + ".join(f"{name} {size / MIB:,.1f} MiB" for name, size in ordered)
+
+
 def _classes(bucket: Bucket) -> list[RegionClass]:
     return [bucket.classes[region.class_index] for region in bucket.regions]
 

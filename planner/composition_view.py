@@ -28,12 +28,6 @@ def composition_table(columns: Mapping[str, Composition]) -> Table:
     return table
 
 
-def composition_text(found: Composition) -> str:
-    """``parameters 2,971.5 MiB + boundaries 576.0 MiB + ...``, largest first."""
-    ordered = sorted(found.parts, key=lambda part: -part[1])
-    return " + ".join(f"{name} {size / MIB:,.1f} MiB" for name, size in ordered)
-
-
 def composition_json(found: Composition) -> dict[str, Any]:
     """``parts`` add up to ``bytes``."""
     return {"event": found.event, "bytes": found.live_bytes, "parts": dict(found.parts)}

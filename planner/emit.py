@@ -13,10 +13,11 @@ from typing import Any
 import hilore
 from hilore.planner.budget import AUTO_MARGIN_BYTES, mib
 from hilore.planner.build import Offered, assemble, build_regions, risk_limit
-from hilore.planner.compose import Job, Options, make_plan, update_error
+from hilore.planner.compose import Job, Options, make_plan, region_plan, update_error
+from hilore.planner.composition import Composition, composition_text, highest, plan_compositions
 from hilore.planner.cpsat import ORTOOLS_VERSION
 from hilore.planner.greedy import greedy
-from hilore.planner.leastpeak import fitting_choice, least_peak
+from hilore.planner.leastpeak import LeastPeak, fitting_choice, least_peak
 from hilore.planner.milp import solve
 from hilore.planner.pareto import nowhere_worse
 from hilore.planner.planwriter import write_plans
@@ -207,17 +208,31 @@ def _infeasible(trace: Trace, options: Options, intervals: Sequence[RegimeInterv
     if event.live_bytes != least.peak_bytes:
         raise InternalError(f"least peak {least.peak_bytes} bytes, but its {event.name} has {event.live_bytes} bytes")
     smallest_bytes = least.peak_bytes + options.margin_bytes
+    made_of = _made_of(trace, job, least)
     whole = -(-smallest_bytes // MIB)
     less = f" less the margin of {options.margin_bytes / MIB:,.1f} MiB" if options.margin_bytes else ""
     besides = " and the margin" if options.margin_bytes else ""
     return InfeasibleError(
         f"infeasible: no plan stays within {options.budget_bytes / MIB:,.1f} MiB{less}; the smallest feasible budget "
         f"is {whole} MiB ({smallest_bytes} bytes), which the {event.name}{besides} needs at {job.bucket.tokens} tokens "
-        f"per row; use --budget {whole} or more",
+        f"per row; use --budget {whole} or more\n{whole} MiB are made of: {composition_text(made_of)}"
+        + (f" + margin {options.margin_bytes / MIB:,.1f} MiB" if options.margin_bytes else ""),
         smallest_budget_bytes=smallest_bytes,
+        parts=dict(made_of.parts),
         event=event.name,
         tokens=job.bucket.tokens,
     )
+
+
+def _made_of(trace: Trace, job: Job, least: LeastPeak) -> Composition:
+    """The highest event of the plan with the least peak, taken apart."""
+    chosen = zip(job.problem.regions, least.choice, strict=True)
+    regions = [region_plan(region.name, region.configurations[index]) for region, index in chosen]
+    both = (plan_compositions(trace, job.bucket, regions, demoted=demoted) for demoted in (False, True))
+    found = highest([event for events in both for event in events])
+    if found.live_bytes != least.peak_bytes:
+        raise InternalError(f"least peak {least.peak_bytes} bytes, its parts add up to {found.live_bytes} bytes")
+    return found
 
 
 def _no_plan(job: Job, options: Options) -> NoPlanError:

@@ -34,9 +34,9 @@ class Alternative:
 
     ``step_ns`` is the sum of ``times`` (nanoseconds by what takes them); ``event`` the event that would set the peak
     (``demoted``: with the L units run as R), ``event_bytes`` what it would have more than now, the sum of ``parts``
-    (bytes by part); ``over_bytes`` by how much it would pass the budget (negative: room left). ``peak_bytes``: the new
-    peak less the present one, wherever they are. ``retained_bytes``: what the region keeps more from forward to
-    backward. ``refused`` is empty where the plan stays within budget and risk. ``risk``: predicted error, not a
+    (bytes by part); ``over_bytes`` by how much it would pass the budget less its margin (negative: room left).
+    ``peak_bytes``: the new peak less the present one, wherever they are. ``retained_bytes``: what the region keeps more
+    from forward to backward. ``refused`` is empty where the plan stays within budget and risk. ``risk``: predicted error, not a
     difference. ``priced`` False: the trace cannot say what it costs, or it is not offered; figures are 0.
     """
 
@@ -131,7 +131,7 @@ def explain_unit(plan: Plan, trace: Trace, unit_name: str, *, trace_path: str = 
         rest_bytes=traced.rest_bytes,
         codecs=traced.codecs,
         peak_event=now.peak.event,
-        spare_bytes=plan.budget_bytes - now.peak.live_bytes,
+        spare_bytes=plan.ceiling_bytes - now.peak.live_bytes,
         risk=update_error(now.verified.risk),
         risk_limit=plan_limit(plan),
         binds=_binds(alternatives),
@@ -232,7 +232,7 @@ def _price(
 ) -> Alternative:
     event, demoted = then.peak.event, then.at_demotion
     before = next(found for found in (now.demoted if demoted else now.normal) if found.event == event)
-    over = then.peak.live_bytes - plan.budget_bytes
+    over = then.peak.live_bytes - plan.ceiling_bytes
     refused = []
     if over > 0:
         where = " once its L units run as R" if demoted else ""

@@ -10,8 +10,14 @@ import pytest
 
 from hilore.planner import composition
 from hilore.planner.budget import MIB
-from hilore.planner.composition import Composition, highest, plan_compositions, reference_compositions
-from hilore.planner.composition_view import composition_text, part_names
+from hilore.planner.composition import (
+    Composition,
+    composition_text,
+    highest,
+    plan_compositions,
+    reference_compositions,
+)
+from hilore.planner.composition_view import part_names
 from hilore.planner.regionparts import GATHERED, REDUCED, RegionParts, exact_parts
 from hilore.planner.regiontimes import region_times
 from hilore.planner.sharding import GroupBytes, Sharding

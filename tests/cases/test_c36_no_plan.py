@@ -45,6 +45,12 @@ def test_one_byte_under_the_smallest_peak_is_infeasible_before_any_search(
     assert caught.value.smallest_budget_bytes == smallest
     assert f"the smallest feasible budget is {-(-smallest // MIB)} MiB ({smallest} bytes)" in caught.value.message
     assert f"which the {caught.value.event} needs" in caught.value.message
+    parts = caught.value.parts
+    assert isinstance(parts, dict)
+    assert sum(parts.values()) == smallest
+    made_of = caught.value.message.splitlines()[1]
+    assert made_of.startswith(f"{-(-smallest // MIB)} MiB are made of: parameters 6,000.0 MiB + ")
+    assert f" + boundaries {parts['boundaries'] / MIB:,.1f} MiB" in made_of
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0])
