@@ -149,8 +149,8 @@ def _improve(data: _Data, values: dict[str, Floats], name: str) -> float:
     surprise = np.clip(data.measured / predicted, 1 / MOST_SURPRISE, MOST_SURPRISE)
     index, old, precision = data.index[name], values[name], DISPERSION / DEVIATIONS[name] ** 2
     information = np.bincount(index, share, minlength=len(old))
-    pull = np.bincount(index, share * (surprise[data.plan] - 1), minlength=len(old))
-    pull -= precision * np.log(old / data.expected[name])
+    missing = np.bincount(index, share * (surprise[data.plan] - 1), minlength=len(old))
+    pull = missing - precision * np.log(old / data.expected[name])
     step = np.clip(pull / (information + precision), -MOST_STEP, MOST_STEP)
     values[name] = old * np.exp(step)
     return float(np.abs(step).max())
@@ -172,7 +172,8 @@ def _expectation(name: str, key: Hashable, regions: int) -> float:
         kind = str(key)
         return (ERRORS.get(kind, {}).get(REFERENCE_CODEC, UNKNOWN_KIND_PERCENT) / 100) ** 2 / regions
     if name == "codec":
-        _, codec = key  # type: ignore[misc]
+        assert isinstance(key, tuple)
+        codec = str(key[1])
         return (reconstruction_error(codec) / reconstruction_error(REFERENCE_CODEC)) ** 2
     if name == "layer" and regions > 1:
         last = max(LAST_LAYER_SHARE, 1 / regions)

@@ -39,7 +39,9 @@ def plan_lines(plan: Plan) -> list[str]:
     exposures = (
         "exposure 0" if regime.label == "null" else f"exposure {regime.exposure_low:g} to {regime.exposure_high:g}"
     )
-    calibration = "calibrated" if plan.calibrated else "uncalibrated: risk from the prior table"
+    calibration = "uncalibrated: not measured on rollouts"
+    if plan.calibrated:
+        calibration = f"calibrated, with a confidence of {plan.confidence:g}"
     held = sum(region.hold for region in plan.regions)
     counts = ", ".join(f"{mode} {plan.count(mode)}" for mode in ("H", "L", "R"))
     return [
@@ -50,7 +52,7 @@ def plan_lines(plan: Plan) -> list[str]:
         f"GC {mib(predicted.gc_peak_bytes)}, No-GC {mib(predicted.no_gc_peak_bytes)}",
         f"predicted step{estimated(plan)} {milliseconds(predicted.step_ns)} ms, "
         f"GC {milliseconds(predicted.gc_step_ns)}, No-GC {milliseconds(predicted.no_gc_step_ns)}: "
-        f"gain over GC {gain_over_gc(plan):+.1%}; risk {predicted.risk:.3%}",
+        f"gain over GC {gain_over_gc(plan):+.1%}; risk {predicted.risk:.3%}, linear sum {predicted.linear_risk:.3%}",
         f"{len(plan.regions)} regions, {held} held; units {counts}",
         f"solver {solver.name}: {solver.status}, gap {solver.gap:.3%}, {solver.wall_s:.2f} s",
     ]
