@@ -9,7 +9,8 @@ import pytest
 import hilore.planner.verify as verifying
 from hilore.planner.build import build_problem, build_regions
 from hilore.planner.emit import solve_trace
-from hilore.planner.explain import explain_unit, explanation_lines
+from hilore.planner.explain import explain_unit
+from hilore.planner.explain_view import explanation_lines
 from hilore.planner.problem import RISK_SCALE
 from hilore.planner.taint import contexts_of
 from hilore.planner.trace import Trace, UnitRisk
