@@ -82,6 +82,7 @@ class Explanation:
     binds: str
     alternatives: tuple[Alternative, ...]
     hold_only: str = ""
+    estimated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ def explain_unit(plan: Plan, trace: Trace, unit_name: str, *, trace_path: str = 
         binds=_binds(alternatives),
         alternatives=tuple(alternatives),
         hold_only=hold_only,
+        estimated=trace.estimated,
     )
 
 

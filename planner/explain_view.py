@@ -18,6 +18,7 @@ def explanation_lines(found: Explanation) -> list[str]:
     limit = "no limit (exposure 0)" if found.risk_limit is None else f"limit {found.risk_limit:.3%}"
     mode = "held with its region" if found.held else found.mode + (", dead: no replay runs it" if found.dead else "")
     only = [f"its region can only be held: {found.hold_only}"] if found.hold_only else []
+    mark = " (estimated)" if found.estimated else ""
     rest = f" and {found.rest_bytes:,} bytes of its own autograd" if found.rest_bytes else ""
     codecs = [
         f"{cost.codec} instead keeps {cost.payload_bytes:,} bytes; encoding takes {milliseconds(cost.encode_ns)} ms, "
@@ -27,8 +28,8 @@ def explanation_lines(found: Explanation) -> list[str]:
     return [
         f"{found.unit} ({found.kind}): {mode}",
         *only,
-        f"running it again takes {milliseconds(found.run_ns)} ms; keeping its output takes {found.output_bytes:,} "
-        f"bytes ({mib(found.output_bytes)}){rest}",
+        f"running it again takes {milliseconds(found.run_ns)} ms{mark}; keeping its output takes "
+        f"{found.output_bytes:,} bytes ({mib(found.output_bytes)}){rest}",
         *codecs,
         f"memory: the peak is in the {found.peak_event}, {mib(found.spare_bytes)} under the budget",
         f"risk: {found.risk:.3%}, {limit}",
@@ -38,7 +39,8 @@ def explanation_lines(found: Explanation) -> list[str]:
 
 def explanation_table(found: Explanation) -> Table:
     """One row per alternative: what it costs, what it buys, and whether the plan could have it."""
-    table = Table(title="the same plan with one change", title_justify="left")
+    times = ", times estimated" if found.estimated else ""
+    table = Table(title=f"the same plan with one change{times}", title_justify="left")
     table.add_column("change")
     for column in ("step ms", "keeps MiB", "ns saved per MiB", "peak MiB", "room MiB", "risk %"):
         table.add_column(column, justify="right")

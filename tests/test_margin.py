@@ -128,3 +128,7 @@ def test_estimated_times_are_marked_wherever_they_are_shown(
     assert plan.predicted.estimated == estimated
     assert main(["show", plan.path]) == 0
     assert ("predicted step (estimated) " in capsys.readouterr().out) == estimated
+    assert main(["explain", plan.path, plan.unit_names[0], "--trace", str(tmp_path / "a.trace.json")]) == 0
+    shown = capsys.readouterr().out
+    assert (" ms (estimated); keeping its output takes " in shown) == estimated
+    assert ("the same plan with one change, times estimated" in shown) == estimated
