@@ -189,6 +189,7 @@ for command in (
     cli_views.explain,
     cli_views.diff,
     cli_views.frontier,
+    cli_views.report,
 ):
     app.command()(command)
 

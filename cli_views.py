@@ -123,3 +123,47 @@ def frontier(
         return
     written = [f"written: {', '.join(texts)}"] if texts else []
     print_parts(view.gains_table(result), view.plans_table(result), *view.frontier_lines(result, path), *written)
+
+
+def report(
+    plans: Annotated[
+        list[str] | None, typer.Argument(metavar="[PLAN...]", help="Default: those of the trace under plans/.")
+    ] = None,
+    trace_path: PlanTraceOption = None,
+    bench_path: Annotated[
+        str | None, typer.Option("--bench", metavar="FILE.json", help="Measured figures, as bench writes them.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE.html", help="Default: NAME.report.html here.")
+    ] = None,
+    frontier: Annotated[bool, typer.Option(help="Solve a frontier for it (a minute or two).")] = True,
+    points: Annotated[int, typer.Option("--points", min=2, help="Budgets of the frontier.")] = 8,
+    time_limit: Annotated[float, typer.Option("--time-limit", metavar="S", help="Seconds for each solve.")] = 20.0,
+    as_json: JsonOption = False,
+) -> None:
+    """One self-contained HTML page: trace, plans, memory event by event, frontier, measured figures."""
+    from hilore.planner import report_inputs as inputs
+    from hilore.planner.budget import parse_limit
+    from hilore.planner.files import replace_file
+    from hilore.planner.progress import progress_bar
+
+    limit_s = parse_limit("--time-limit", time_limit, zero=False)
+    found, path = inputs.report_trace(plans, trace_path)
+    loaded = inputs.report_plans(found, path, plans)
+    measured = inputs.load_bench(bench_path) if bench_path is not None else None
+    from hilore.planner import frontier as planning
+    from hilore.planner.report import report_html
+
+    curves = None
+    if frontier:
+        deltas = sorted({0.0, loaded[0].delta})
+        budgets = planning.default_budgets(found, delta=deltas[-1], points=points)
+        with progress_bar() as progress:
+            curves = planning.frontier(found, budgets=budgets, deltas=deltas, time_limit_s=limit_s, progress=progress)
+    sources = [path, *(plan.path for plan in loaded), *([bench_path] if bench_path else [])]
+    target = out or f"{found.name}.report.html"
+    replace_file(target, report_html(found, loaded, frontier=curves, bench=measured, sources=sources))
+    if as_json:
+        print_json({"trace": path, "plans": [plan.path for plan in loaded], "bench": bench_path, "written": target})
+        return
+    print_parts(f"written: {target}")

@@ -36,8 +36,8 @@ class Alternative:
     (``demoted``: with the L units run as R), ``event_bytes`` what it would have more than now, the sum of ``parts``
     (bytes by part); ``over_bytes`` by how much it would pass the budget less its margin (negative: room left).
     ``peak_bytes``: the new peak less the present one, wherever they are. ``retained_bytes``: what the region keeps more
-    from forward to backward. ``refused`` is empty where the plan stays within budget and risk. ``risk``: predicted error, not a
-    difference. ``priced`` False: the trace cannot say what it costs, or it is not offered; figures are 0.
+    from forward to backward. ``refused`` is empty where the plan stays within budget and risk. ``risk``: predicted
+    error, not a difference. ``priced`` False: the trace cannot say what it costs, or it is not offered; figures are 0.
     """
 
     change: str

@@ -21,6 +21,14 @@ COLOURS = (
     "#a0522d",
     "#2aa6a6",
     "#e0a030",
+    "#1f4e79",
+    "#f0a08a",
+    "#5a7d3a",
+    "#e3b7d3",
+    "#6b4c2a",
+    "#9ad0c2",
+    "#b0b84a",
+    "#4a4a9a",
 )
 STYLE = """
 svg{font:12px system-ui,sans-serif;background:var(--paper)}
