@@ -6,20 +6,17 @@ within delta with them). Time is compared, not promised: it is another machine's
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hilore.planner.actor import Actor, build_actor, microbatch_of
+from hilore.planner.actor import build_actor, microbatch_of
+from hilore.planner.checkfake import FakePeak, check_fake, fake_breaches, plan_label
 from hilore.planner.regimes import plan_limit
-from hilore.planner.rivals import PlanPolicy, Running
+from hilore.planner.rivals import PlanPolicy
 from hilore.planner.sidebyside import Contender, Measured, SideBySide, measure_policies
 from hilore.planner.sidebyside_runs import Progress
 from hilore.planner.spec_types import ModelSpec
-from hilore.planner.stepping import idle_optimizer, peak_of_step
 from hilore.planner.trace import Trace
-from hilore.runtime.attach import attach
 from hilore.runtime.errors import HiloreError
 from hilore.runtime.plan import Plan
 
@@ -33,7 +30,8 @@ ANY_EXPOSURE = 1e30
 class PlanCheck:
     """One plan. ``budget_bytes``: less the margin. ``measured_gain`` over GC and ``error`` (relative L2 of the update's
     gradient in float32 compute) are None in a fake check, ``error_limit`` where nothing limits it: no L unit, or
-    exposure 0. ``estimated``: the predicted gain is of a card's data sheet."""
+    exposure 0. ``estimated``: the predicted gain is of a card's data sheet. ``demoted_peak_bytes``: of a fake check of
+    a plan with L units, when they run as R."""
 
     plan: str
     regime: str
@@ -47,6 +45,7 @@ class PlanCheck:
     error: float | None
     error_limit: float | None
     estimated: bool = False
+    demoted_peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +75,27 @@ def verify_plans(
 ) -> Verification:
     """Measure every plan on the actor of ``spec``, synthetic rollouts of its length bucket, one process.
 
-    ``trace`` gives the memory of others. ``fake``: under fake tensors, which take no memory and give the peak alone;
-    any size of model.
+    ``trace`` gives the memory of others. ``fake``: whole updates under fake tensors (planner/checkfake.py), which take
+    no memory and give the peak alone; any size of model, also one rank's of FSDP2.
     Raises HiloreError where one process cannot stand for the run, and what building the actor and attaching raise.
     """
+    if fake:
+        peaks = check_fake(plans, spec, trace=trace, progress=progress)
+        broken = [line for found in peaks for line in fake_breaches(found, tight=not _collectives_copy(spec))]
+        return Verification(tuple(map(_fake_check, peaks)), tuple(broken), (), True)
     if spec.parallel.kind != "none":
         raise HiloreError(
             f"parallel.kind is {spec.parallel.kind}: verify runs one process, whose memory is not that of a rank; "
-            "use a model.yaml with parallel: none"
+            "use --fake, which runs a rank's update under fake tensors, or a model.yaml with parallel: none"
         )
     buckets = sorted({plan.length_bucket for plan in plans}, reverse=True)
     other_bytes = trace.fixed.other_bytes if trace is not None else spec.resident.other_mib * MIB
-    actor = build_actor(spec, device=spec.device.kind, fake=fake, live_adapters=not fake, seed=seed)
+    actor = build_actor(spec, device=spec.device.kind, live_adapters=True, seed=seed)
     checks: list[PlanCheck] = []
     breaches: list[str] = []
     measurements: list[SideBySide] = []
     for tokens in buckets:
         group = [plan for plan in plans if plan.length_bucket == tokens]
-        if fake:
-            for plan in group:
-                found = _fake_check(actor, plan, other_bytes)
-                checks.append(found)
-                breaches += _peak_breaches(found)
-            continue
         update = [microbatch_of(actor, tokens, seed=seed + place) for place in range(microbatches)]
         result = measure_policies(
             actor,
@@ -114,7 +111,7 @@ def verify_plans(
         checks += [_check(plan, trace, row) for plan, row in zip(group, result.rows[2:], strict=True)]
         breaches += result.breaches
         measurements.append(result)
-    return Verification(tuple(checks), tuple(breaches), tuple(measurements), fake)
+    return Verification(tuple(checks), tuple(breaches), tuple(measurements), False)
 
 
 def error_limit(plan: Plan) -> float | None:
@@ -125,17 +122,13 @@ def error_limit(plan: Plan) -> float | None:
 def _contender(plan: Plan, trace: Trace | None) -> Contender:
     always = replace(plan, regime=replace(plan.regime, exposure_low=0.0, exposure_high=ANY_EXPOSURE))
     return Contender(
-        PlanPolicy(_label(plan), (always,)), budget_bytes=plan.ceiling_bytes, error_limit=error_limit(plan)
+        PlanPolicy(plan_label(plan), (always,)), budget_bytes=plan.ceiling_bytes, error_limit=error_limit(plan)
     )
-
-
-def _label(plan: Plan) -> str:
-    return plan.path or f"{plan.name}.{plan.regime.label}"
 
 
 def _check(plan: Plan, trace: Trace | None, row: Measured) -> PlanCheck:
     return PlanCheck(
-        plan=_label(plan),
+        plan=plan_label(plan),
         regime=plan.regime.label,
         tokens=plan.length_bucket,
         budget_bytes=plan.ceiling_bytes,
@@ -150,51 +143,25 @@ def _check(plan: Plan, trace: Trace | None, row: Measured) -> PlanCheck:
     )
 
 
-def _fake_check(actor: Actor, plan: Plan, other_bytes: int) -> PlanCheck:
-    microbatch = microbatch_of(actor, plan.length_bucket)
-    exist = actor.spec.batch.accumulation > 1
-    with actor.faked():
-        optimizer = idle_optimizer(actor)
-        gc.collect()
-        peak_bytes = peak_of_step(actor, _FixedPlan(_label(plan), plan), microbatch, optimizer, gradients_exist=exist)
+def _fake_check(found: FakePeak) -> PlanCheck:
+    plan = found.plan
     return PlanCheck(
-        plan=_label(plan),
+        plan=plan_label(plan),
         regime=plan.regime.label,
         tokens=plan.length_bucket,
         budget_bytes=plan.ceiling_bytes,
         predicted_peak_bytes=plan.predicted.peak_bytes,
-        measured_peak_bytes=peak_bytes + other_bytes,
+        measured_peak_bytes=found.peak_bytes,
         predicted_gain=plan.predicted.gc_step_ns / plan.predicted.step_ns - 1,
         measured_gain=None,
         exact=None,
         error=None,
         error_limit=None,
         estimated=plan.predicted.estimated,
+        demoted_peak_bytes=found.demoted_peak_bytes,
     )
 
 
-def _peak_breaches(found: PlanCheck) -> Iterator[str]:
-    for what, promised in (("budget", found.budget_bytes), ("predicted peak", found.predicted_peak_bytes)):
-        if found.measured_peak_bytes > promised:
-            over = found.measured_peak_bytes - promised
-            yield (
-                f"{found.plan}: peak {found.measured_peak_bytes:,} B under fake tensors is {over:,} B over the {what} "
-                f"of {promised:,} B"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _FixedPlan:
-    """One plan without a look at exposures, which fake tensors do not have."""
-
-    name: str
-    plan: Plan
-
-    @contextmanager
-    def applied(self, actor: Actor) -> Iterator[Running]:
-        runtime = attach(actor.model, (self.plan,))
-        runtime.use(self.plan)
-        try:
-            yield Running(("plan", self.plan.regions))
-        finally:
-            runtime.detach()
+def _collectives_copy(spec: ModelSpec) -> bool:
+    """Whether collectives take memory of their own (gloo's, on the CPU): a prediction has it, a fake run has not."""
+    return spec.parallel.kind != "none" and spec.device.kind == "cpu"

@@ -101,12 +101,18 @@ def test_what_cannot_be_verified_here_is_refused(plans: dict[str, Plan], spec: M
 
 
 def test_on_the_command_line(
-    plans: dict[str, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plans: dict[str, Plan],
+    spec: ModelSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     spec_of(tmp_path, adapter="{kind: lora, rank: 4, alpha: 8}")
-    save_plan(plans["R"], "good.json")
-    save_plan(replace(plans["R"], budget_bytes=1), "bad.json")
+    peak = check(plans["R"], spec, fake=True)[0].measured_peak_bytes
+    good = replace(plans["R"], predicted=replace(plans["R"].predicted, peak_bytes=peak))
+    save_plan(good, "good.json")
+    save_plan(replace(good, budget_bytes=1), "bad.json")
     assert main(["verify", "good.json", "--model", "model.yaml", "--fake"]) == 0
     assert "every plan keeps its promises" in capsys.readouterr().out
     assert main(["verify", "good.json", "bad.json", "--model", "model.yaml", "--fake", "--json"]) == 6
