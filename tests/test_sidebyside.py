@@ -249,7 +249,9 @@ def test_times_come_from_the_clock_alone(actor: Actor) -> None:
 
 def test_broken_promises_are_named(actor: Actor) -> None:
     replayed, _, lossy = plans(actor)
-    peak = measure_peak(actor, PlanPolicy("all R", (replayed,)), microbatch_of(actor, 16), gradients_exist=False)
+    policy = PlanPolicy("all R", (replayed,))
+    # A first step also looks at the layers on a few tokens, which shows in the peak of so small a model.
+    _, peak = (measure_peak(actor, policy, microbatch_of(actor, 16), gradients_exist=False) for _ in range(2))
     result = measure(
         actor,
         [
