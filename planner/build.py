@@ -6,9 +6,11 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 
-from hilore.planner.configure import configurations
-from hilore.planner.pareto import pareto_indices
+from hilore.planner.configure import Offer, offer
+from hilore.planner.pareto import needed_backward_bytes, pareto_indices
 from hilore.planner.problem import RISK_SCALE, Configuration, Problem, RegionProblem
+from hilore.planner.regionmenu import RegionMenu
+from hilore.planner.risks import RiskTable, Triple
 from hilore.planner.trace import Bucket, Calibration, RegionClass, Trace, UnitRisk
 from hilore.runtime.errors import HiloreError, InternalError
 
@@ -75,8 +77,8 @@ def assemble(
     )
 
 
-# Configurations of a class for given pairs of unit and codec.
-Offered = dict[tuple[int, frozenset[tuple[str, str]]], tuple[Configuration, ...]]
+# What a class is offered for given pairs of unit and codec.
+Offered = dict[tuple[int, frozenset[tuple[str, str]]], Offer]
 
 
 def build_regions(
@@ -107,7 +109,7 @@ def build_regions(
         if key not in ready:
             pairs = (region.class_index, frozenset((unit, codec) for unit, codec, _ in profile))
             if pairs not in offered:
-                offered[pairs] = configurations(
+                offered[pairs] = offer(
                     region_class, codecs=pairs[1], lossy=lossy, granularity=granularity, contexts=contexts
                 )
             ready[key] = _region_problem(region_class, offered[pairs], profile, factor)
@@ -135,6 +137,7 @@ def _without_boundary(first: RegionProblem, leaf_boundary_bytes: int, held_keeps
             )
             for configuration in first.configurations
         ),
+        menu=None if first.menu is None else first.menu.moved(leaf_boundary_bytes),
     )
 
 
@@ -147,11 +150,8 @@ def _held_alone(region: RegionProblem) -> RegionProblem:
         region,
         configurations=tuple(region.configurations[place] for place in places),
         risk=tuple(region.risk[place] for place in places),
+        menu=None,
     )
-
-
-# Unit, codec, tainted units (None: whatever they are).
-Triple = tuple[str, str, tuple[str, ...] | None]
 
 
 def _risks_by_region(calibration: Calibration) -> dict[str, dict[Triple, UnitRisk]]:
@@ -180,36 +180,27 @@ def _profile(region_class: RegionClass, entries: dict[Triple, UnitRisk], risk_fr
 
 
 def _region_problem(
-    region_class: RegionClass,
-    offered: tuple[Configuration, ...],
-    profile: dict[Triple, Fraction],
-    factor: Fraction,
+    region_class: RegionClass, offered: Offer, profile: dict[Triple, Fraction], factor: Fraction
 ) -> RegionProblem:
-    """``offered`` less what is beaten once its risk in this region is known, and less what has no known risk.
+    """What is offered less what is beaten once its risk in this region is known, and less what has no known risk.
 
-    The name is filled in by the caller.
+    Beside a menu whatever may need less memory than what is listed is written out too, so that what fits a budget can
+    be told from the list. The name is filled in by the caller.
     """
-    found = [(configuration, _risk(configuration, profile, factor)) for configuration in offered]
-    offered = tuple(configuration for configuration, risk in found if risk is not None)
-    risks = tuple(risk for _, risk in found if risk is not None)
-    kept = pareto_indices(offered, risks)
+    risks = RiskTable(profile, factor)
+    found = [(configuration, risks.of(configuration)) for configuration in offered.listed]
+    known = [(configuration, risk) for configuration, risk in found if risk is not None]
+    kept = pareto_indices(tuple(c for c, _ in known), tuple(risk for _, risk in known))
+    listed = [known[index] for index in kept]
+    menu = None
+    if offered.menu is not None:
+        menu = RegionMenu(offered.menu, risks)
+        safe = [(c.retained_bytes, c.forward_bytes, needed_backward_bytes(c)) for c, risk in listed if risk == 0]
+        listed += [(menu.build(recipe), menu.risk(recipe)) for recipe in menu.roomiest(safe)]
     return RegionProblem(
         name="",
-        configurations=tuple(offered[index] for index in kept),
-        risk=tuple(risks[index] for index in kept),
+        configurations=tuple(configuration for configuration, _ in listed),
+        risk=tuple(risk for _, risk in listed),
         gradient_bytes=region_class.gradient_bytes,
+        menu=menu,
     )
-
-
-def _risk(configuration: Configuration, profile: dict[Triple, Fraction], factor: Fraction) -> int | None:
-    """Quadrature over the L units, times the measured interaction, rounded up. None: some unit's is not known."""
-    total = Fraction(0)
-    for unit in configuration.units:
-        if unit.mode != "L":
-            continue
-        anyhow = profile.get((unit.name, unit.codec or "", None))
-        kappa2 = profile.get((unit.name, unit.codec or "", unit.tainted), anyhow)
-        if kappa2 is None:
-            return None
-        total += kappa2
-    return math.ceil(total * factor)

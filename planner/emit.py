@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,9 +19,8 @@ from hilore.planner.cpsat import ORTOOLS_VERSION
 from hilore.planner.greedy import greedy
 from hilore.planner.leastpeak import LeastPeak, fitting_choice, least_peak
 from hilore.planner.milp import solve
-from hilore.planner.pareto import nowhere_worse
 from hilore.planner.planwriter import write_plans
-from hilore.planner.problem import Configuration, Problem, RegionProblem, Solution
+from hilore.planner.problem import Configuration, Problem, Solution
 from hilore.planner.regimes import ALLOWANCES, RULES, RegimeInterval, joint_regimes, regimes
 from hilore.planner.solved import InfeasibleError, NoPlanError, SolveResult, SolveRow
 from hilore.planner.tables import make_tables
@@ -70,7 +69,7 @@ def solve_trace(
         jobs = _jobs(trace, bucket, options, intervals)
         left = len(jobs) * (len(buckets) - done)
         found = _solve_bucket(trace, jobs, deadline, left, options, clock)
-        solved += [(job, found[job.regime.label]) for job in jobs]
+        solved += [(replace(job, problem=found[job.regime.label].problem), found[job.regime.label]) for job in jobs]
     created_at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     provenance: dict[str, Any] = {
         "command": command,
@@ -154,13 +153,12 @@ def _solve_bucket(
             found[job.regime.label] = before[1]
             left -= 1
             continue
-        hint = None if before is None else _hint(before[0].problem, before[1].choice, job.problem)
         remaining_s = max(0.0, deadline - clock())
         solution = solve(
             job.problem,
             time_limit_s=min(remaining_s, max(remaining_s / left, LEAST_SHARE_S)),
             gap_percent=options.gap_percent,
-            hints=() if hint is None else (hint,),
+            hints=() if before is None else (_chosen(before[1]),),
             clock=clock,
         )
         left -= 1
@@ -177,27 +175,13 @@ def _equivalent(first: Problem, second: Problem) -> bool:
     """Whether two problems have the same regions, and risk limits that allow the same."""
     if first.regions is not second.regions:
         return False
-    most = sum(max(region.risk) for region in first.regions)
+    most = sum(region.most_risk for region in first.regions)
     return min(most, first.risk_limit) == min(most, second.risk_limit)
 
 
-def _hint(before: Problem, choice: Sequence[int], problem: Problem) -> tuple[int, ...] | None:
-    """The choice of a stricter problem as one of this problem, whose configurations may be pruned differently."""
-    if before.regions is problem.regions:
-        return tuple(choice)
-    result = []
-    for old, index, new in zip(before.regions, choice, problem.regions, strict=True):
-        at = _place(old.configurations[index], new)
-        if at is None:
-            return None
-        result.append(at)
-    return tuple(result)
-
-
-def _place(configuration: Configuration, region: RegionProblem) -> int | None:
-    if configuration in region.configurations:
-        return region.configurations.index(configuration)
-    return next((k for k, c in enumerate(region.configurations) if nowhere_worse(c, configuration)), None)
+def _chosen(solution: Solution) -> tuple[Configuration, ...]:
+    regions = solution.problem.regions
+    return tuple(region.configurations[index] for region, index in zip(regions, solution.choice, strict=True))
 
 
 def _infeasible(trace: Trace, options: Options, intervals: Sequence[RegimeInterval]) -> InfeasibleError:

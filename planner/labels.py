@@ -1,8 +1,8 @@
-"""Exact search over partial choices, region by region, inside the window that the relaxation leaves open.
+"""Exact search over partial choices, region by region, for choices that cost at most a target.
 
 A label is the sum of what the first regions retain, risk and cost. Less of each is never worse for the rest, so
-equal and beaten labels are dropped, and a label whose penalties pass the window cannot lead below the best plan
-known. Identical regions reach equal sums in any order, which is why their symmetry costs nothing here.
+equal and beaten labels are dropped, and a label that cannot be completed below the target is too (suffixes.py).
+Identical regions reach equal sums in any order, which is why their symmetry costs little here.
 """
 
 from __future__ import annotations
@@ -13,16 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hilore.planner.leastpeak import backtrack
-from hilore.planner.relaxation import PRICE_BITS, Relaxation
+from hilore.planner.relaxation import Relaxation
+from hilore.planner.suffixes import Suffixes, pairs
 from hilore.planner.tables import Integers, Tables
 
-# Limits of one search: labels after a region, and pairs of label and configuration looked at in all.
-MOST_LABELS = 100_000
-MOST_WORK = 30_000_000
-FIRST_WINDOW = 2**-18
-WINDOW_GROWTH = 4
-# Labels per region in the last, incomplete pass of a search that gave up.
-BEAM = 1_500
 # A label is compared with its neighbours at these distances in the sorted order: nearly all beaten ones are found.
 STRIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 # Before that, many labels are compared through a grid of so many cells a side.
@@ -31,119 +25,132 @@ GRID = 400
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """``choice``: the best one, None where no choice is cheaper than what was known; ``closed``: proven."""
+    """``choice``: the cheapest that was found, None where none fits; it may cost more than the target. ``closed``:
+    nothing cheaper, or up to the target, was left out."""
 
     choice: tuple[int, ...] | None
     closed: bool
 
 
-def search(tables: Tables, relaxation: Relaxation, *, known_cost: int, out_of_time: Callable[[], bool]) -> Found:
-    """The cheapest choice that fits, if it is cheaper than ``known_cost``; exact where ``closed``.
+class Effort:
+    """Pairs of a label and a configuration that may still be looked at: the same on every machine."""
 
-    With a relaxation for so many held regions, only choices with as many are looked at.
-
-    Windows of cost above the relaxation's bound grow until the best choice found lies inside its window: every choice
-    that could cost less was in it too. Gives up, not closed, when labels or work pass their limits (the same on every
-    machine) or time is out; one last pass then follows only the labels with the least penalties.
-    """
-    limit = relaxation.slack(known_cost - 1)
-    window = max(1, int(known_cost * FIRST_WINDOW)) << PRICE_BITS
-    best: tuple[int, ...] | None = None
-    budget = _Budget(MOST_WORK, out_of_time)
-    while limit >= 0:
-        window = min(window, limit)
-        try:
-            found = _cheapest(tables, relaxation, window, budget)
-        except _GivenUpError:
-            return Found(_narrow(tables, relaxation, known_cost, out_of_time) or best, closed=False)
-        if found is not None and (cost := tables.total_cost(found)) < known_cost:
-            best, known_cost = found, cost
-            limit = relaxation.slack(cost - 1)
-        if limit <= window:
-            break
-        window *= WINDOW_GROWTH
-    return Found(best, closed=True)
-
-
-def _narrow(
-    tables: Tables, relaxation: Relaxation, known_cost: int, out_of_time: Callable[[], bool]
-) -> tuple[int, ...] | None:
-    """A choice cheaper than ``known_cost`` from a pass that keeps BEAM labels per region, or None."""
-    budget = _Budget(BEAM * tables.usable.size, out_of_time)
-    try:
-        found = _cheapest(tables, relaxation, relaxation.slack(known_cost - 1), budget, beam=BEAM)
-    except _GivenUpError:
-        return None
-    return found if found is not None and tables.total_cost(found) < known_cost else None
-
-
-class _GivenUpError(Exception):
-    """Labels, work or time passed their limit."""
-
-
-class _Budget:
-    def __init__(self, work: int, out_of_time: Callable[[], bool]) -> None:
-        self.work = work
+    def __init__(self, pairs_left: int, most_labels: int, out_of_time: Callable[[], bool]) -> None:
+        self.pairs_left = pairs_left
+        self.most_labels = most_labels
         self.out_of_time = out_of_time
 
-    def spend(self, labels: int, picks: int) -> None:
-        self.work -= labels * picks
-        if self.work < 0 or labels > MOST_LABELS or self.out_of_time():
-            raise _GivenUpError
+    def spent(self, pairs_looked_at: int, labels: int) -> bool:
+        """Count them; whether that was too much."""
+        self.pairs_left -= pairs_looked_at
+        return self.pairs_left < 0 or labels > self.most_labels or self.out_of_time()
 
 
-def _cheapest(
-    tables: Tables, relaxation: Relaxation, window: int, budget: _Budget, *, beam: int | None = None
-) -> tuple[int, ...] | None:
-    """The cheapest choice that fits among those whose penalties sum to at most ``window``.
+@dataclass(frozen=True, slots=True, eq=False)
+class Rest:
+    """Bounds of what the later regions cost (suffixes.py); ``risk`` None where there is no risk row."""
 
-    With ``beam`` no more than so many labels go on from region to region, and the result may not be the cheapest.
-    Raises _GivenUpError.
+    memory: Suffixes
+    risk: Suffixes | None
+
+
+def search(
+    tables: Tables,
+    relaxation: Relaxation,
+    penalty: Integers,
+    rest: Rest,
+    *,
+    target: int,
+    effort: Effort,
+    beam: int | None = None,
+    window: int | None = None,
+) -> Found:
+    """The cheapest choice that fits among those that cost at most ``target`` (in units of 2**-bits).
+
+    With a relaxation for so many held regions, only choices with as many are looked at. With ``beam`` only so many
+    labels go on from region to region, those with the lowest bounds, and only configurations with a penalty within
+    ``window`` are taken; then nothing is proven.
     """
+    n = tables.regions
+    margin = target - relaxation.exact_bound
+    bounds = _Bounds(tables, relaxation, rest)
     retained, risk, cost, paid, held = (np.zeros(1, dtype=np.int64) for _ in range(5))
     steps: list[tuple[Integers, Integers]] = []
-    for r in range(tables.regions):
-        picks = np.array(
-            [k for k in np.flatnonzero(tables.usable[r]) if relaxation.penalty[r, k] <= window], dtype=np.int64
-        )
-        budget.spend(len(retained), len(picks))
-        # Penalties in whole cost units, rounded down, cut nothing off that lies in the window.
-        due = np.array([relaxation.penalty[r, k] >> PRICE_BITS for k in picks], dtype=np.int64)
-        before = retained[:, None]
+    for r in range(n):
+        picks = np.flatnonzero(penalty[r] <= (margin if window is None else min(margin, window)))
+        picks = picks[np.argsort(penalty[r, picks], kind="stable")]
+        due = penalty[r, picks]
+        count = np.searchsorted(due, margin - paid, side="right")
+        if effort.spent(int(count.sum()), len(paid)):
+            return Found(None, closed=False)
+        rows, at = pairs(count)
+        k = picks[at]
+        before, retained = retained[rows], retained[rows] + tables.retained[r, k]
         allowed = (
-            (paid[:, None] + due <= window >> PRICE_BITS)
-            & (before + tables.forward[r, picks] <= tables.forward_room)
-            & (before + tables.retained[r, picks] + tables.needed[r, picks] <= tables.later_room[r])
-            & (before + tables.retained[r, picks] <= tables.head_room)
+            (before + tables.forward[r, k] <= tables.forward_room)
+            & (retained + tables.needed[r, k] <= tables.later_room[r])
+            & (retained <= tables.head_room)
         )
+        risk = risk[rows] + tables.risk[r, k]
         if tables.risk_room is not None:
-            allowed &= risk[:, None] + tables.risk[r, picks] <= tables.risk_room
+            allowed &= risk <= tables.risk_room
+        cost, paid = cost[rows] + tables.cost[r, k], paid[rows] + due[at]
+        held = held[rows]
         if relaxation.held is not None:
-            so_far = held[:, None] + tables.held[r, picks]
-            allowed &= (so_far <= relaxation.held) & (so_far + tables.regions - 1 - r >= relaxation.held)
-        parents, columns = np.nonzero(allowed)
-        taken = picks[columns]
-        retained = retained[parents] + tables.retained[r, taken]
-        risk = risk[parents] + tables.risk[r, taken]
-        cost = cost[parents] + tables.cost[r, taken]
-        paid = paid[parents] + due[columns]
-        held = held[parents]
-        if relaxation.held is not None:
-            held = held + tables.held[r, taken]
-        if len(parents) == 0:
-            return None
-        kept = _unbeaten(retained, risk, cost, held, risky=tables.risk_room is not None)
-        if beam is not None and len(kept) > beam:
-            kept = kept[np.argsort(paid[kept], kind="stable")[:beam]]
-        retained, risk, cost, paid = retained[kept], risk[kept], cost[kept], paid[kept]
-        held = held[kept]
-        steps.append((parents[kept].astype(np.int64), taken[kept]))
-    return backtrack(steps, int(np.argmin(cost)))
+            held = held + tables.held[r, k]
+            allowed &= (held <= relaxation.held) & (held + n - 1 - r >= relaxation.held)
+        kept = np.flatnonzero(allowed)
+        bound = bounds.least(r, retained[kept], risk[kept], cost[kept], paid[kept], held[kept])
+        within = bound <= target
+        kept, bound = kept[within], bound[within]
+        fresh = _unbeaten(retained[kept], risk[kept], cost[kept], held[kept], risky=tables.risk_room is not None)
+        if beam is not None and len(fresh) > beam:
+            fresh = fresh[np.argsort(bound[fresh], kind="stable")[:beam]]
+        kept = kept[fresh]
+        if len(kept) == 0:
+            return Found(None, closed=beam is None)
+        retained, risk, cost, paid, held = retained[kept], risk[kept], cost[kept], paid[kept], held[kept]
+        steps.append((rows[kept], k[kept]))
+    return Found(backtrack(steps, int(np.argmin(cost))), closed=beam is None)
+
+
+class _Bounds:
+    """The least that a choice costs which begins with a label, in units of 2**-bits."""
+
+    def __init__(self, tables: Tables, relaxation: Relaxation, rest: Rest) -> None:
+        self.relaxation = relaxation
+        self.rest = rest
+        prices = relaxation.prices
+        self.risk_worth = prices.risk * (tables.risk_room or 0)
+        self.memory_worth = sum(price * tables.room(event) for event, price in prices.events.items())
+        self.lowest = np.cumsum(relaxation.lowest)
+
+    def least(
+        self, r: int, retained: Integers, risk: Integers, cost: Integers, paid: Integers, held: Integers
+    ) -> Integers:
+        """For labels after region ``r``. What is not among the suffixes costs more by more than their window."""
+        relaxation, rest = self.relaxation, self.rest
+        prices = relaxation.prices
+        left = held if relaxation.held is None else relaxation.held - held
+        priced = relaxation.exact_bound + paid
+        later = rest.memory.least(r + 1, retained, left)
+        bound = np.minimum(
+            (cost << prices.bits) + risk * prices.risk - self.risk_worth + later, priced + rest.memory.window
+        )
+        if rest.risk is not None:
+            # The label's cost with its bytes at their prices.
+            own = paid + self.lowest[r] - risk * prices.risk - held * prices.held
+            exact = own - self.memory_worth + rest.risk.least(r + 1, risk, left)
+            bound = np.maximum(bound, np.minimum(exact, priced + rest.risk.window))
+        result: Integers = np.maximum(bound, priced)
+        return result
 
 
 def _unbeaten(retained: Integers, risk: Integers, cost: Integers, held: Integers, *, risky: bool) -> Integers:
     """Indices of labels without those that another one with as many held regions beats: all of them without risk,
     nearly all with it."""
+    if len(held) == 0:
+        return np.zeros(0, dtype=np.int64)
     groups = [np.flatnonzero(held == count) for count in np.unique(held)]
     return np.concatenate([group[_unbeaten_in(retained[group], risk[group], cost[group], risky)] for group in groups])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -55,13 +57,25 @@ def pareto_indices(
     masks = _lossy_masks(candidates, contexts) if risk is None else np.zeros((1, len(candidates)), dtype=np.int64)
     order = sorted(range(len(candidates)), key=lambda i: (*table[:, i].tolist(), candidates[i].lossy_units, i))
     table, masks = table[:, order], masks[:, order]
-    front = np.zeros(0, dtype=np.int64)
+    kept = front(np.arange(len(order)), lambda those, by: _beaten(table, masks, by, those))
+    return tuple(sorted({0, *(order[at] for at in kept)}))
+
+
+def front(
+    order: NDArray[np.int64], beaten: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]]
+) -> NDArray[np.int64]:
+    """The items of ``order`` that no other one beats, where none is beaten by a later one only.
+
+    ``beaten(those, by)``: shape [those, by], whether each of ``those`` is beaten by each of ``by``; an item "beats"
+    itself.
+    """
+    kept = np.zeros(0, dtype=np.int64)
     for start in range(0, len(order), PARETO_BLOCK):
-        block = np.arange(start, min(start + PARETO_BLOCK, len(order)))
-        block = block[~_beaten(table, masks, front, block).any(axis=1)]
-        within = np.tril(_beaten(table, masks, block, block), k=-1)
-        front = np.concatenate((front, block[~within.any(axis=1)]))
-    return tuple(sorted({0, *(order[at] for at in front)}))
+        block = order[start : start + PARETO_BLOCK]
+        block = block[~beaten(block, kept).any(axis=1)]
+        within = np.tril(beaten(block, block), k=-1)
+        kept = np.concatenate((kept, block[~within.any(axis=1)]))
+    return kept
 
 
 def _beaten(

@@ -6,7 +6,11 @@ complete update's gradient), rounded up, so that the solver's row and the verifi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hilore.planner.regionmenu import RegionMenu
 
 RISK_SCALE = 10**12
 
@@ -54,12 +58,26 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class RegionProblem:
-    """One region's choices. ``risk[k]`` belongs to ``configurations[k]``; ``gradient_bytes`` appear in backward."""
+    """One region's choices. ``risk[k]`` belongs to ``configurations[k]``; ``gradient_bytes`` appear in backward.
+
+    ``menu``: further configurations, which are not written out; None where there are none.
+    """
 
     name: str
     configurations: tuple[Configuration, ...]
     risk: tuple[int, ...]
     gradient_bytes: int
+    menu: RegionMenu | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def most_lossy(self) -> int:
+        """At least how many units are at L in each of its configurations, written out or not."""
+        return max(*(c.lossy_units for c in self.configurations), 0, 0 if self.menu is None else self.menu.most_lossy)
+
+    @property
+    def most_risk(self) -> int:
+        """At least the risk of each of its configurations, written out or not."""
+        return max(*self.risk, 0, 0 if self.menu is None else self.menu.most_risk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +106,9 @@ class Problem:
 class Solution:
     """``status``: optimal | feasible | infeasible | unknown. ``choice[r]`` indexes region r's configurations.
 
-    ``bound_ns``: proven lower bound of ``extra_ns``. ``smallest_budget_bytes``: exact, where infeasible.
+    ``problem``: the one that was solved, with every configuration written out that a choice needs; choices index it.
+    ``bound_ns``: proven lower bound of ``extra_ns``, over all configurations. ``smallest_budget_bytes``: exact, where
+    infeasible.
     """
 
     status: str
@@ -100,6 +120,7 @@ class Solution:
     smallest_budget_bytes: int
     wall_s: float
     solver: str
+    problem: Problem = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

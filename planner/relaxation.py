@@ -1,61 +1,86 @@
 """Prices of memory and risk from the linear relaxation, and the exact lower bound that they prove.
 
-The linear program (GLOP, floating point) only suggests the prices; the bound is recomputed from them in integers, so
-that it holds whatever the linear program said.
+Regions that do the same in every row are one group: the linear program (lprogram.py) has a variable per group and
+configuration, and is given the configurations that the menus find at its own prices (column generation), and rows as
+they bind. It works in floating point and only suggests the prices; the bound is recomputed from them in integers over
+every configuration, written out or not, so that it holds whatever the linear program said.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from ortools.linear_solver import pywraplp
 
 from hilore.planner.leastpeak import possible_held
-from hilore.planner.tables import Floats, Tables, used_bytes
+from hilore.planner.listing import Kind, Listing
+from hilore.planner.lprogram import LinearProgram, RealPrices
+from hilore.planner.regionmenu import NEVER, UnitPrices
+from hilore.planner.tables import Floats, Integers, Number, used_bytes
 
-# Prices are integers in units of 2**-PRICE_BITS cost units per byte (or per unit of risk).
-PRICE_BITS = 30
-MOST_ROUNDS = 12
+# Prices are integers in units of 2**-bits cost units per byte (or per unit of risk); sums stay below 2**SUM_BITS.
+MOST_BITS = 30
+SUM_BITS = 60
+MOST_ROUNDS = 80
 ROWS_PER_ROUND = 4
+# No more configurations are asked for when the program's optimum and the bound are so close, as a share of the cost.
+CLOSE = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """``events``: of each priced row. ``held``: of one held region more, of either sign. Integers, see MOST_BITS."""
+
+    events: dict[int, int]
+    risk: int
+    held: int
+    bits: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Relaxation:
-    """``bound``: no choice that fits costs less (in ``Tables.cost`` units).
-
-    ``penalty[r, k]``: a choice that takes configuration k in region r costs at least this much more than the bound,
-    and the penalties of a choice add up. ``exact_bound`` and ``penalty`` are Python integers in units of
-    2**-PRICE_BITS cost. ``events``: priced rows. ``held``: all of this is about choices with so many held regions;
-    None: about all choices. One more held region moves ``exact_bound`` by ``-held_price``, at these prices.
+    """``exact_bound``: no choice costs less, in units of 2**-bits cost. ``lowest[r]``: the least that region r costs
+    at the prices. ``held``: all of this is about choices with so many held regions; None: about all choices. One more
+    held region moves ``exact_bound`` by ``-prices.held``, at these prices.
     """
 
     exact_bound: int
-    penalty: NDArray[np.object_]
-    events: tuple[int, ...]
+    prices: Prices
+    lowest: Integers
     held: int | None = None
-    held_price: int = 0
+
+    @property
+    def bits(self) -> int:
+        return self.prices.bits
 
     @property
     def bound(self) -> int:
-        return -((-self.exact_bound) >> PRICE_BITS)
+        """In cost units."""
+        return -((-self.exact_bound) >> self.bits)
 
     def slack(self, cost: int) -> int:
-        """How much penalty a choice of at most this cost can have, in penalty units; negative: there is none."""
-        return (cost << PRICE_BITS) - self.exact_bound
+        """How much penalty a choice of at most this cost can have, in units of 2**-bits; negative: there is none."""
+        return (cost << self.bits) - self.exact_bound
 
 
 class Relaxer:
-    """The linear relaxation of one problem, with rows added as they bind; its duals are the prices."""
+    """The relaxations of one problem. ``events``: the rows that the program has by now."""
 
-    def __init__(self, tables: Tables) -> None:
-        self.tables = tables
-        self.program = _Program(tables)
-        for event in (tables.regions, 2 * tables.regions):
-            self.program.add(event)
-        self._objects = {name: field.astype(object) for name, field in (("cost", tables.cost), ("risk", tables.risk))}
+    def __init__(self, listing: Listing, start: tuple[int, ...], *, late: Callable[[], bool] = lambda: False) -> None:
+        """``start``: some choice that fits, where the program begins. ``late``: whether to stop with what there is."""
+        self.listing = listing
+        self.late = late
+        tables = listing.tables
+        self.events = [tables.regions, 2 * tables.regions]
+        self._active: list[set[int]] = [_corners(kind) for kind in listing.kinds]
+        for r, k in enumerate(start):
+            self._active[listing.kind_of[r]].add(k)
+        self._program: LinearProgram | None = None
 
     def relax(self) -> Relaxation:
         """The relaxation of the whole problem."""
@@ -67,12 +92,43 @@ class Relaxer:
         Holding a region saves its whole replay at once, so that a fractional number of held regions makes the whole
         problem's bound weak, and a whole one mends it. Where no region can be held this is ``root`` alone.
         """
-        if not (self.tables.held & self.tables.usable).any() or root.bound > most_cost:
+        tables = self.listing.tables
+        if not (tables.held & tables.usable).any() or root.bound > most_cost:
             return (root,)
-        middle = self._held_share(root)
-        possible = possible_held(self.tables)
+        middle = self._held_share()
+        possible = possible_held(tables)
         below = self._side(range(middle, -1, -1), possible, most_cost)
-        return (*reversed(below), *self._side(range(middle + 1, self.tables.regions + 1), possible, most_cost))
+        return (*reversed(below), *self._side(range(middle + 1, tables.regions + 1), possible, most_cost))
+
+    def penalty(self, relaxation: Relaxation) -> Integers:
+        """What a choice costs at least above the bound for taking a configuration, shape [regions, configurations].
+
+        The penalties of a choice add up. Only what is written out has one here; see `complete`.
+        """
+        tables, prices = self.listing.tables, relaxation.prices
+        retained, forward, needed = (price[:, None] for price in whole_by_region(prices.events, tables.regions))
+        value = (tables.cost << prices.bits) + tables.risk * prices.risk + tables.held * prices.held
+        value = value + tables.retained * retained + tables.forward * forward + tables.needed * needed
+        result: Integers = np.where(tables.usable, value - relaxation.lowest[:, None], NEVER)
+        return result
+
+    def complete(self, relaxation: Relaxation, window: int, most: int) -> bool:
+        """Write out every configuration with a penalty of at most ``window``.
+
+        False where a menu has more than ``most`` of them; then not all are.
+        """
+        if window < 0:
+            return True
+        for group in self.groups(relaxation.prices.events):
+            kind = self.listing.kinds[self.listing.kind_of[group[0]]]
+            if kind.menu is None:
+                continue
+            limit = int(relaxation.lowest[group[0]]) + window
+            found = kind.menu.within(self._unit_prices(relaxation.prices, group[0]), limit, most)
+            if found is None:
+                return False
+            self.listing.add(kind, found)
+        return True
 
     def _side(self, counts: range, possible: frozenset[int], most_cost: int) -> list[Relaxation]:
         """Branches in the order of ``counts``, until one proves that it and all further ones cost too much."""
@@ -83,118 +139,177 @@ class Relaxer:
             relaxation = self._relaxation(held)
             if relaxation.bound <= most_cost:
                 found.append(relaxation)
-            elif -relaxation.held_price * counts.step >= 0:
+            elif -relaxation.prices.held * counts.step >= 0:
                 break
         return found
 
-    def _held_share(self, root: Relaxation) -> int:
+    def _held_share(self) -> int:
         """Whole number of held regions in the relaxation, rounded down."""
-        self.program.hold(None)
-        share = self.program.solve()
-        return 0 if share is None else int(float((share * self.tables.held).sum()) + 1e-6)
+        program = self._current()
+        program.hold(None)
+        return 0 if program.solve() is None else int(program.held_share() + 1e-6)
 
     def _relaxation(self, held: int | None) -> Relaxation:
-        self.program.hold(held)
-        prices = self._prices()
-        tables = self.tables
-        objects = self._objects["cost"] << PRICE_BITS
-        constant = 0
-        for event, price in prices.events.items():
-            objects = objects + tables.row(event).astype(object) * price
-            constant += price * tables.room(event)
-        if tables.risk_room is not None and prices.risk:
-            objects = objects + self._objects["risk"] * prices.risk
-            constant += prices.risk * tables.risk_room
-        if held is not None:
-            objects = objects + tables.held.astype(object) * prices.held
-            constant += prices.held * held
-        lowest = [min(row[usable]) for row, usable in zip(objects, tables.usable, strict=True)]
-        penalty = objects - np.array(lowest, dtype=object)[:, None]
-        held_price = 0 if held is None else prices.held
-        return Relaxation(sum(lowest) - constant, penalty, tuple(prices.events), held, held_price)
+        """Solve, ask at the prices found, and again, until neither configurations nor rows are missing.
 
-    def _prices(self) -> _Prices:
-        """All zero where the linear program finds no optimum: any price proves a bound, only a weaker one."""
-        tables = self.tables
+        The best bound on the way is the answer; without prices (the program failed) it is a weak one.
+        """
+        best = self._bounded(RealPrices({}, 0.0, 0.0), held)[0]
         for _ in range(MOST_ROUNDS):
-            share = self.program.solve()
-            if share is None:
-                return _Prices({}, 0, 0)
-            retained, forward, needed = (
-                (share * field).sum(axis=1) for field in (tables.retained, tables.forward, tables.needed)
-            )
-            excess = used_bytes(retained, forward, needed) - tables.rooms()
-            worst = [int(e) for e in np.argsort(-excess, kind="stable")[:ROWS_PER_ROUND] if excess[e] > 1.0]
-            fresh = [event for event in worst if event not in self.program.rows]
-            if not fresh:
+            if self.late():
                 break
-            for event in fresh:
-                self.program.add(event)
-        return self.program.prices()
+            program = self._current()
+            program.hold(held)
+            optimum = program.solve()
+            if optimum is None:
+                break
+            found, asked = self._bounded(program.prices(), held)
+            if found.exact_bound / 2.0**found.bits > best.exact_bound / 2.0**best.bits:
+                best = found
+            if optimum - found.exact_bound / 2.0**found.bits > CLOSE * optimum and self._give(program, asked):
+                continue
+            broken = self._broken(program)
+            if not broken:
+                break
+            self.events += broken
+            self._program = None
+        return best
+
+    def _current(self) -> LinearProgram:
+        if self._program is None:
+            groups = self.groups(self.events)
+            self._program = LinearProgram(self.listing.tables, groups, self.events)
+            for at, group in enumerate(groups):
+                for k in sorted(self._active[self.listing.kind_of[group[0]]]):
+                    self._program.add(at, k)
+        return self._program
+
+    def _give(self, program: LinearProgram, asked: list[tuple[int, int]]) -> bool:
+        """Give the program what it asked for; False if it had it all."""
+        fresh = [(at, k) for at, k in asked if not program.has(at, k)]
+        program.tables = self.listing.tables
+        for at, k in fresh:
+            program.add(at, k)
+            self._active[self.listing.kind_of[program.groups[at][0]]].add(k)
+        return bool(fresh)
+
+    def _broken(self, program: LinearProgram) -> list[int]:
+        """The rows that the solution breaks most, of those that the program does not have."""
+        excess = used_bytes(*program.average_bytes()) - self.listing.tables.rooms()
+        worst = [int(e) for e in np.argsort(-excess, kind="stable")[:ROWS_PER_ROUND] if excess[e] > 1.0]
+        return [event for event in worst if event not in self.events]
+
+    def _bounded(self, real: RealPrices, held: int | None) -> tuple[Relaxation, list[tuple[int, int]]]:
+        """The exact bound at these prices, and the cheapest configuration of each group: its place and index."""
+        tables, prices = self.listing.tables, self._whole(real)
+        lowest = np.zeros(tables.regions, dtype=np.int64)
+        total, asked = 0, []
+        for at, group in enumerate(self.groups(self.events)):
+            kind = self.listing.kinds[self.listing.kind_of[group[0]]]
+            unit = self._unit_prices(prices, group[0])
+            values = self._values(kind, unit, prices.held)
+            k = int(np.argmin(values))
+            least = int(values[k])
+            asked.append((at, k))
+            if kind.menu is not None:
+                value, recipe = kind.menu.cheapest(unit)
+                if value < least:
+                    least = value
+                    asked += [(at, added) for added in self.listing.add(kind, [recipe])]
+            lowest[list(group)] = least
+            total += least * len(group)
+        constant = sum(price * tables.room(event) for event, price in prices.events.items())
+        constant += prices.risk * (tables.risk_room or 0) + prices.held * (held or 0)
+        return Relaxation(total - constant, prices, lowest, held), asked
+
+    def _values(self, kind: Kind, unit: UnitPrices, held_price: int) -> Integers:
+        """What each configuration of a kind that is written out costs."""
+        columns, room = kind.columns, self.listing.tables.risk_room
+        value = columns.retained * unit.retained + columns.forward * unit.forward + columns.needed * unit.needed
+        value = value + columns.extra * unit.time + columns.lossy * unit.lossy + columns.held * held_price
+        if room is None:
+            return value
+        allowed = columns.risk <= room
+        result: Integers = np.where(allowed, value + np.where(allowed, columns.risk, 0) * unit.risk, NEVER)
+        return result
+
+    def _unit_prices(self, prices: Prices, region: int) -> UnitPrices:
+        tables = self.listing.tables
+        retained, forward, needed = whole_by_region(prices.events, tables.regions)
+        return UnitPrices(
+            retained=int(retained[region]),
+            forward=int(forward[region]),
+            needed=int(needed[region]),
+            risk=prices.risk,
+            time=tables.cost_scale << prices.bits,
+            lossy=tables.lossy_cost << prices.bits,
+            risk_room=tables.risk_room,
+        )
+
+    def groups(self, events: Iterable[int]) -> list[tuple[int, ...]]:
+        """Regions of one kind that every event sees alike: before it, at it or after it."""
+        n = self.listing.tables.regions
+        places = sorted({event if event < n else event - n - 1 for event in events if event != n})
+        groups: dict[tuple[int, int, bool], list[int]] = {}
+        for r, kind in enumerate(self.listing.kind_of):
+            segment = bisect_left(places, r)
+            groups.setdefault((kind, segment, segment < len(places) and places[segment] == r), []).append(r)
+        return [tuple(group) for group in groups.values()]
+
+    def _whole(self, real: RealPrices) -> Prices:
+        """As integers, with as many bits as leave every sum of priced costs below 2**SUM_BITS."""
+        tables, kinds = self.listing.tables, self.listing.kinds
+        listed = [tables.retained.max(), tables.forward.max(), tables.needed.max(), tables.cost.max()]
+        largest = [kind.menu.largest for kind in kinds if kind.menu is not None]
+        bytes_of = [max(float(listed[at]), *(float(menu[at]) for menu in largest), 0.0) for at in range(3)]
+        extra = max((menu[3] for menu in largest), default=0)
+        cost = max(float(listed[3]), (extra + 1.0) * tables.cost_scale)
+        prices = by_region(real.events, tables.regions)
+        dearest = sum(float(price.max()) * size for price, size in zip(prices, bytes_of, strict=True))
+        dearest += cost + max(float(tables.risk.max()), float(tables.risk_room or 0)) * real.risk
+        # Any price of a held region proves a bound; this much decides whether to hold one at all.
+        held = min(max(real.held, -dearest), dearest)
+        worth = tables.regions * 2 * dearest
+        bits = max(0, min(MOST_BITS, math.floor(SUM_BITS - math.log2(max(1.0, worth)))))
+        events = {event: round(price * 2.0**bits) for event, price in real.events.items()}
+        return Prices(
+            {event: price for event, price in events.items() if price > 0},
+            max(0, round(real.risk * 2.0**bits)),
+            round(held * 2.0**bits),
+            bits,
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class _Prices:
-    """Integer prices: of event rows and of risk at least 0, of one held region more of either sign."""
-
-    events: dict[int, int]
-    risk: int
-    held: int
+def by_region(events: Mapping[int, float], regions: int) -> tuple[Floats, Floats, Floats]:
+    """What a byte retained, in forward and in backward costs in each region, from the prices of event rows."""
+    return _spread(events, np.zeros(regions), np.zeros(regions), np.zeros(regions))
 
 
-class _Program:
-    """The linear program; bytes, risk and cost are scaled to about 1 for the floating-point solver."""
+def whole_by_region(events: Mapping[int, int], regions: int) -> tuple[Integers, Integers, Integers]:
+    """The same in integers."""
+    retained, forward, needed = (np.zeros(regions, dtype=np.int64) for _ in range(3))
+    return _spread(events, retained, forward, needed)
 
-    def __init__(self, tables: Tables) -> None:
-        self.tables = tables
-        self.solver = pywraplp.Solver.CreateSolver("GLOP")
-        self.infinity = self.solver.infinity()
-        self.byte_scale = float(max(1, int(tables.retained.max())))
-        self.cost_scale = float(max(1, int(tables.cost.max())))
-        self.risk_scale = float(max(1, int(tables.risk.max())))
-        self.rows: dict[int, Any] = {}
-        self.columns = [(int(r), int(k)) for r, k in np.argwhere(tables.usable)]
-        self.variables = [self.solver.NumVar(0.0, self.infinity, "") for _ in self.columns]
-        self.one = [self.solver.Constraint(1.0, 1.0) for _ in range(tables.regions)]
-        self.held = self.solver.Constraint(-self.infinity, self.infinity)
-        self.risk = None
-        if tables.risk_room is not None:
-            self.risk = self.solver.Constraint(-self.infinity, tables.risk_room / self.risk_scale)
-        objective = self.solver.Objective()
-        for variable, (r, k) in zip(self.variables, self.columns, strict=True):
-            self.one[r].SetCoefficient(variable, 1.0)
-            objective.SetCoefficient(variable, float(tables.cost[r, k]) / self.cost_scale)
-            if tables.held[r, k]:
-                self.held.SetCoefficient(variable, 1.0)
-            if self.risk is not None:
-                self.risk.SetCoefficient(variable, float(tables.risk[r, k]) / self.risk_scale)
-        objective.SetMinimization()
 
-    def hold(self, held: int | None) -> None:
-        """Ask for exactly so many held regions, or for any number."""
-        low, high = (-self.infinity, self.infinity) if held is None else (float(held), float(held))
-        self.held.SetBounds(low, high)
+def _spread(
+    events: Mapping[int, Any], retained: NDArray[Number], forward: NDArray[Number], needed: NDArray[Number]
+) -> tuple[NDArray[Number], NDArray[Number], NDArray[Number]]:
+    regions = len(retained)
+    for event, price in events.items():
+        if event < regions:
+            retained[:event] += price
+            forward[event] += price
+        elif event == regions:
+            retained += price
+        else:
+            at = event - regions - 1
+            retained[: at + 1] += price
+            needed[at] += price
+    return retained, forward, needed
 
-    def add(self, event: int) -> None:
-        row = self.solver.Constraint(-self.infinity, self.tables.room(event) / self.byte_scale)
-        coefficients = self.tables.row(event) / self.byte_scale
-        for variable, (r, k) in zip(self.variables, self.columns, strict=True):
-            if coefficients[r, k]:
-                row.SetCoefficient(variable, float(coefficients[r, k]))
-        self.rows[event] = row
 
-    def solve(self) -> Floats | None:
-        """The share of each configuration, shape [regions, configurations]; None unless optimal."""
-        if self.solver.Solve() != pywraplp.Solver.OPTIMAL:
-            return None
-        share = np.zeros(self.tables.retained.shape)
-        for variable, (r, k) in zip(self.variables, self.columns, strict=True):
-            share[r, k] = variable.solution_value()
-        return share
-
-    def prices(self) -> _Prices:
-        unit = self.cost_scale * 2.0**PRICE_BITS
-        events = {event: round(-row.dual_value() * unit / self.byte_scale) for event, row in self.rows.items()}
-        risk = round(-self.risk.dual_value() * unit / self.risk_scale) if self.risk is not None else 0
-        held = round(-self.held.dual_value() * unit)
-        return _Prices({event: price for event, price in events.items() if price > 0}, max(0, risk), held)
+def _corners(kind: Kind) -> set[int]:
+    """The least and the greatest of what is written out, where the program begins."""
+    columns = kind.columns
+    fields = (columns.retained, columns.needed, columns.extra, columns.risk)
+    return {int(np.argmin(field)) for field in fields} | {int(k) for k in np.flatnonzero(columns.held)[:1]}

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hilore.planner.pareto import needed_backward_bytes
-from hilore.planner.problem import Problem
+from hilore.planner.problem import Configuration, Problem
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -25,7 +25,8 @@ class Tables:
     """Arrays of shape [regions, most configurations of a region], padded where ``usable`` is False.
 
     ``held``: whether a configuration is a held region.
-    ``cost`` is ``extra_ns * cost_scale + lossy_units``: ties in time go to fewer L units, in the same proof.
+    ``cost`` is ``extra_ns * cost_scale + lossy_units * lossy_cost``: ties in time go to fewer L units, in the same
+    proof.
     ``needed`` is the room of a region's backward, demoted or not. Rooms are what is left for a plan at each event,
     in bytes; ``later_room`` holds one per region's backward. ``risk_room`` None: risk cannot bind.
     """
@@ -39,6 +40,7 @@ class Tables:
     held: NDArray[np.bool_]
     usable: NDArray[np.bool_]
     cost_scale: int
+    lossy_cost: int
     forward_room: int
     head_room: int
     later_room: Integers
@@ -115,27 +117,65 @@ def with_budget(tables: Tables, more_bytes: int) -> Tables:
     )
 
 
-def make_tables(problem: Problem) -> Tables:
-    """The arrays of a problem."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """The configurations of one region as arrays, in order."""
+
+    retained: Integers
+    forward: Integers
+    needed: Integers
+    extra: Integers
+    lossy: Integers
+    risk: Integers
+    held: NDArray[np.bool_]
+
+
+def columns_of(configurations: Sequence[Configuration], risk: Sequence[int]) -> Columns:
+    rows = [
+        (c.retained_bytes, c.forward_bytes, needed_backward_bytes(c), c.extra_ns, c.lossy_units, c.hold)
+        for c in configurations
+    ]
+    retained, forward, needed, extra, lossy, held = np.array(rows, dtype=np.int64).T
+    return Columns(retained, forward, needed, extra, lossy, np.array(risk, dtype=np.int64), held.astype(np.bool_))
+
+
+def make_tables(problem: Problem, columns: Sequence[Columns] | None = None, *, like: Tables | None = None) -> Tables:
+    """The arrays of a problem. ``columns``: those of each region, where they are known already.
+
+    ``like``: the tables of the same problem with fewer configurations written out, whose units of cost are kept.
+    """
     regions = problem.regions
-    width = max(len(region.configurations) for region in regions)
+    if columns is None:
+        made: dict[tuple[int, tuple[int, ...]], Columns] = {}
+        for region in regions:
+            if (key := (id(region.configurations), region.risk)) not in made:
+                made[key] = columns_of(region.configurations, region.risk)
+        columns = [made[id(region.configurations), region.risk] for region in regions]
+    width = max(len(column.retained) for column in columns)
     shape = (len(regions), width)
     retained, forward, needed, extra, lossy, risk = (np.zeros(shape, dtype=np.int64) for _ in range(6))
     usable, held = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
-    bound = sum(max(region.risk) for region in regions) > problem.risk_limit
+    bound = sum(region.most_risk for region in regions) > problem.risk_limit
+    if like is not None:
+        bound = like.risk_room is not None
     casts = 0
-    for r, region in enumerate(regions):
-        for k, c in enumerate(region.configurations):
-            retained[r, k], needed[r, k] = c.retained_bytes, needed_backward_bytes(c)
-            forward[r, k] = c.forward_bytes + casts
-            extra[r, k], lossy[r, k], held[r, k] = c.extra_ns, c.lossy_units, c.hold
-            usable[r, k] = not bound or region.risk[k] <= problem.risk_limit
-            risk[r, k] = region.risk[k] if bound and usable[r, k] else 0
+    for r, column in enumerate(columns):
+        k = len(column.retained)
+        retained[r, :k], forward[r, :k], needed[r, :k] = column.retained, column.forward + casts, column.needed
         # A held region has none of its own: rows ask for a little too much there, never for too little.
-        casts += region.configurations[0].cast_bytes
-    scale = 1 + int(lossy.max(axis=1).sum())
-    if int(extra.max(axis=1).sum()) >= LARGEST_SUM // scale:
-        scale, lossy = 1, np.zeros_like(lossy)
+        casts += regions[r].configurations[0].cast_bytes
+        extra[r, :k], lossy[r, :k], held[r, :k] = column.extra, column.lossy, column.held
+        usable[r, :k] = not bound or column.risk <= problem.risk_limit
+        if bound:
+            risk[r, :k] = np.where(usable[r, :k], column.risk, 0)
+    if like is None:
+        scale = 1 + sum(region.most_lossy for region in regions)
+        menus = (region.menu for region in regions if region.menu is not None)
+        most_extra = int(extra.max(axis=1).sum()) + sum(menu.most_extra for menu in menus)
+        tie_break = most_extra < LARGEST_SUM // scale
+        scale = scale if tie_break else 1
+    else:
+        scale, tie_break = like.cost_scale, bool(like.lossy_cost)
     room = problem.budget_bytes - problem.base_bytes
     gradients = np.array([region.gradient_bytes for region in regions], dtype=np.int64)
     total = int(gradients.sum())
@@ -144,11 +184,12 @@ def make_tables(problem: Problem) -> Tables:
         forward=forward,
         needed=needed,
         extra=extra,
-        cost=extra * scale + lossy,
+        cost=extra * scale + (lossy if tie_break else 0),
         risk=risk,
         held=held,
         usable=usable,
         cost_scale=scale,
+        lossy_cost=int(tie_break),
         forward_room=room,
         head_room=room - max(problem.head_bytes, problem.head_forward_bytes + casts),
         later_room=room - problem.head_left_bytes - (total - np.cumsum(gradients)),

@@ -12,9 +12,11 @@ import pytest
 from hilore.planner import labels
 from hilore.planner.build import build_problem
 from hilore.planner.leastpeak import least_peak, possible_held, smallest_budget
-from hilore.planner.milp import _Best, _Search, canonical, solve, within_gap
-from hilore.planner.problem import Problem, RegionProblem
-from hilore.planner.relaxation import Relaxer
+from hilore.planner.listing import Listing
+from hilore.planner.milp import canonical, solve, within_gap
+from hilore.planner.problem import Configuration, Problem, RegionProblem
+from hilore.planner.relaxation import Relaxation, Relaxer
+from hilore.planner.search import Best, Search
 from hilore.planner.tables import make_tables
 from hilore.planner.verify import reference_peaks, verify
 from hilore.runtime.errors import InternalError
@@ -66,6 +68,12 @@ def test_solver_equals_brute_force_on_random_problems(block: int) -> None:
     assert "optimal" in answers
 
 
+def searched(listing: Listing, start: tuple[int, ...]) -> tuple[Relaxer, Best, Search]:
+    relaxer, best = Relaxer(listing, start), Best(listing, start)
+    search = Search(relaxer, best, allowed=0, step_cost=1000, deadline=60.0, clock=lambda: 0.0)
+    return relaxer, best, search
+
+
 @pytest.mark.parametrize("block", range(4))
 def test_cp_sat_and_label_search_each_equal_brute_force_alone(block: int) -> None:
     checked = branched = 0
@@ -77,25 +85,19 @@ def test_cp_sat_and_label_search_each_equal_brute_force_alone(block: int) -> Non
             continue
         tables = make_tables(p)
         start = least_peak(p).choice
-        relaxer = Relaxer(tables)
+        relaxer, whole, search = searched(Listing(p, tables), start)
         root = relaxer.relax()
         assert root.bound <= best * tables.cost_scale + tables.cost_scale - 1, seed
-        whole = _Best(tables, start)
-        bound = _Search(tables, whole, 0, lambda: 0.0).cp_sat(root, 60.0)
+        bound = search.cp_sat(root, 60.0, gap=0)
         assert (tables.total_extra(whole.choice), bound) == (best, whole.cost), seed
-        known = tables.total_cost(start)
-        found = labels.search(tables, root, known_cost=known, out_of_time=lambda: False)
-        assert found.closed, seed
-        assert tables.total_extra(found.choice or start) == best, seed
-        branches = relaxer.branches(root, known - 1)
-        answers = [labels.search(tables, b, known_cost=known, out_of_time=lambda: False) for b in branches]
-        assert all(answer.closed for answer in answers), seed
-        choices = [answer.choice for answer in answers if answer.choice is not None]
-        assert min(map(tables.total_extra, [start, *choices])) == best, seed
-        by_branches = _Best(tables, start)
-        searched = _Search(tables, by_branches, 0, lambda: 0.0)
-        for branch in branches:
-            searched.cp_sat(branch, 60.0)
+        relaxer, by_labels, search = searched(Listing(p, tables), start)
+        branches = relaxer.branches(relaxer.relax(), tables.total_cost(start) - 1)
+        proven = [search.close(branch) for branch in branches]
+        assert tables.total_extra(by_labels.choice) == best, seed
+        assert min(proven, default=by_labels.cost) >= by_labels.cost, seed
+        relaxer, by_branches, search = searched(Listing(p, tables), start)
+        for branch in relaxer.branches(relaxer.relax(), tables.total_cost(start) - 1):
+            search.cp_sat(branch, 60.0, gap=0)
         assert tables.total_extra(by_branches.choice) == best, seed
         checked += 1
         branched += len(branches) > 1
@@ -108,13 +110,15 @@ def test_a_branch_holds_so_many_regions_and_its_bound_is_one(seed: int) -> None:
     rng = random.Random(seed)
     p = random_problem(rng, 4, 3)
     tables = make_tables(p)
-    relaxer = Relaxer(tables)
-    root = relaxer.relax()
     cheapest: dict[int, int] = {}
+    choices: dict[int, tuple[int, ...]] = {}
     for choice in itertools.product(*(range(len(region.configurations)) for region in p.regions)):
         if tables.fits(choice):
             held = sum(p.regions[r].configurations[k].hold for r, k in enumerate(choice))
-            cheapest[held] = min(cheapest.get(held, 10**18), tables.total_cost(choice))
+            if tables.total_cost(choice) < cheapest.get(held, 10**18):
+                cheapest[held], choices[held] = tables.total_cost(choice), choice
+    relaxer = Relaxer(Listing(p, tables), next(iter(choices.values()), (0,) * 4))
+    root = relaxer.relax()
     assert root.bound <= min(cheapest.values(), default=root.bound)
     assert possible_held(tables) >= cheapest.keys()
     if tables.risk_room is None:
@@ -124,8 +128,16 @@ def test_a_branch_holds_so_many_regions_and_its_bound_is_one(seed: int) -> None:
             assert root is branch
         elif branch.held in cheapest:
             assert branch.bound <= cheapest[branch.held]
+            assert_penalties(relaxer, branch, choices[branch.held], cheapest[branch.held])
     open_branches = {branch.held for branch in relaxer.branches(root, min(cheapest.values(), default=0))}
     assert not cheapest or {None, min(cheapest, key=lambda h: cheapest[h])} & open_branches
+
+
+def assert_penalties(relaxer: Relaxer, branch: Relaxation, choice: tuple[int, ...], cost: int) -> None:
+    """The penalties of a choice that fits add up to no more than what it costs above the bound."""
+    penalty = relaxer.penalty(branch)
+    assert (penalty[relaxer.listing.tables.usable] >= 0).all()
+    assert sum(int(penalty[r, k]) for r, k in enumerate(choice)) <= branch.slack(cost)
 
 
 def test_ties_go_to_fewer_lossy_units_and_the_bound_stays_a_bound_of_time() -> None:
@@ -178,10 +190,14 @@ def test_more_budget_or_more_delta_never_costs_time() -> None:
         assert column[0] > column[-1] == 0
 
 
+def picked(p: Problem, choice: tuple[int, ...]) -> tuple[Configuration, ...]:
+    return tuple(region.configurations[k] for region, k in zip(p.regions, choice, strict=True))
+
+
 def test_a_hint_that_fits_is_never_beaten_by_the_answer() -> None:
     p = problem36(budget=4 * 36 + 500)
     best = solve(p, time_limit_s=60, gap_percent=0)
-    hinted = solve(p, time_limit_s=60, gap_percent=50, hints=[best.choice, (1,) * 36])
+    hinted = solve(p, time_limit_s=60, gap_percent=50, hints=[picked(p, best.choice), picked(p, (1,) * 36)])
     assert hinted.extra_ns == best.extra_ns
 
 

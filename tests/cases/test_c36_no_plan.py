@@ -37,7 +37,7 @@ def test_one_byte_under_the_smallest_peak_is_infeasible_before_any_search(
     def never(*_: object) -> None:
         raise AssertionError("a search ran")
 
-    for stage in ("Relaxer", "greedy", "_Search"):
+    for stage in ("Relaxer", "greedy", "Search"):
         monkeypatch.setattr(f"hilore.planner.milp.{stage}", never)
     with pytest.raises(InfeasibleError) as caught:
         solve_trace(trace, budget_bytes=smallest - 1, delta=delta)
