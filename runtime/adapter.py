@@ -2,9 +2,8 @@
 
 Kept is the sum, which takes no more bytes than the frozen output alone; a replay then runs nothing of either. What
 the adapter's own autograd saved is small or at hand: the layer's argument, and lora_A's output (tokens x rank), which
-stays where a replay is to leave the unit out: it spares a matrix product for few bytes. The **front** of a unit is
-what a replay runs of it all the same: dropout, whose mask is as large as the argument and is drawn again; lora_A where
-the forward expected that the unit would run.
+stays with a kept unit. The **front** of a unit is what a replay runs of it all the same: lora_A where the unit is dead
+and nothing of it may stay, dropout, whose mask is as large as the argument and is drawn again.
 """
 
 from __future__ import annotations
@@ -97,15 +96,14 @@ class Step:
 class Front:
     """The front of one unit's call: recorded in forward, run again in a replay that leaves the unit out.
 
-    ``left_out``: whether the plan expects no replay to run the unit; lora_A's output then stays. ``complete`` False: a
-    front module got something else than the unit's argument or the step before it gives, so that it cannot be run on
-    its own.
+    ``kept``: whether the unit's output stays; lora_A's then stays too. ``complete`` False: a front module got something
+    else than the unit's argument or the step before it gives, so that it cannot be run on its own.
     """
 
-    __slots__ = ("_known", "_results", "_sources", "complete", "left_out", "steps")
+    __slots__ = ("_known", "_results", "_sources", "complete", "kept", "steps")
 
-    def __init__(self, left_out: bool, known: Known) -> None:
-        self.left_out = left_out
+    def __init__(self, kept: bool, known: Known) -> None:
+        self.kept = kept
         self.complete = True
         self.steps: list[Step] = []
         self._known = known
@@ -139,7 +137,7 @@ class Front:
         for number, (step, result) in enumerate(zip(self.steps, self._results, strict=True)):
             if step.draws and step.first <= index < step.last:
                 return number, index - step.first
-            stays = self.left_out and not step.draws
+            stays = self.kept and not step.draws
             if not stays and result.untyped_storage()._cdata == storage and result.dtype == value.dtype:
                 return number, -1
         return None

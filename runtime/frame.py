@@ -131,7 +131,7 @@ class Frame:
             )
         action = self.actions[unit_name]
         unit = self.region.units[unit_name]
-        record = UnitRecord(self.region_name, unit, late=self._in_late_part, left_out=action.kept or action.dead)
+        record = UnitRecord(self.region_name, unit, late=self._in_late_part, kept=action.kept)
         self.records[unit_name] = record
         self.record = record
         try:

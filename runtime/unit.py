@@ -85,10 +85,10 @@ class UnitRecord:
         "watch",
     )
 
-    def __init__(self, region_name: str, unit: UnitBinding, *, late: bool = False, left_out: bool = False) -> None:
+    def __init__(self, region_name: str, unit: UnitBinding, *, late: bool = False, kept: bool = False) -> None:
         self.region_name = region_name
         self.late = late
-        self.front = Front(left_out, unit.derivations)
+        self.front = Front(kept, unit.derivations)
         self.unit = unit
         self.roles: list[Role] = []
         self.entries: list[weakref.ref[Entry]] = []
