@@ -39,22 +39,26 @@ CODEC = "int8-g128"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One configuration. ``sync``: gradients are reduced in every microbatch, or in the last of an update alone."""
+    """One configuration. ``params``: dtype in which parameters persist; they are gathered in ``compute``."""
 
     adapter: str
     tied: bool
     reshard: bool
     accumulation: int
+    sync: str = "every_microbatch"
+    kind: str = "fsdp2"
     params: str = "float32"
-    sync: str = "every"
+    compute: str = "bfloat16"
 
     @property
     def name(self) -> str:
         adapter = "full" if self.adapter == "none" else "LoRA"
         ends = "tied" if self.tied else "untied"
         reshard = "reshard" if self.reshard else "no reshard"
-        sync = ", last sync" if self.sync == "last" else ""
-        return f"{adapter}, {ends}, {reshard}, {self.accumulation} microbatches, {self.params}{sync}"
+        many = "" if self.accumulation == 1 else f", {self.accumulation} microbatches"
+        sync = "" if self.sync == "every_microbatch" else ", sync in the last"
+        dtypes = "" if (self.params, self.compute) == ("float32", "bfloat16") else f", {self.params} in {self.compute}"
+        return f"{self.kind} {adapter}, {ends}, {reshard}{many}{sync}{dtypes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +77,27 @@ class Row:
         return self.predicted_bytes / self.measured_bytes - 1
 
 
-CASES = tuple(
-    Case(adapter, tied, reshard, accumulation)
-    for adapter in ("none", LORA)
-    for tied in (True, False)
-    for reshard in (True, False)
-    for accumulation in (1, 4)
+CASES = (
+    *(
+        Case(adapter, tied, reshard, accumulation)
+        for adapter in ("none", LORA)
+        for tied in (True, False)
+        for reshard in (True, False)
+        for accumulation in (1, 4)
+    ),
+    *(Case(adapter, tied, True, 4, "last_microbatch") for adapter in ("none", LORA) for tied in (True, False)),
+    Case("none", False, True, 4, "last_microbatch", compute="float32"),
+    Case("none", False, True, 4, compute="float32"),
+    Case("none", True, True, 4, params="bfloat16"),
+    Case(LORA, True, True, 4, params="bfloat16"),
+    *(
+        Case("none", tied, reshard, accumulation, kind="fsdp1")
+        for tied in (True, False)
+        for reshard in (True, False)
+        for accumulation in (1, 4)
+    ),
+    Case("none", False, True, 4, "last_microbatch", "fsdp1"),
+    Case("none", False, True, 4, kind="fsdp1", compute="float32"),
 )
 
 
@@ -95,10 +114,12 @@ model:
      num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 512,
      tie_word_embeddings: {str(case.tied).lower()}}}
 adapter: {case.adapter}
-precision: {{params: {case.params}, compute: bfloat16, autocast: false, grads: float32}}
+precision: {{params: {case.params}, compute: {case.compute}, autocast: false, grads: float32}}
 batch: {{microbatch: 1, prompt_tokens: 64, response_tokens: 64, accumulation: {case.accumulation}}}
 loss: {{kind: grpo, beta: 0.001}}
-parallel: {{kind: fsdp2, world_size: {RANKS}, reshard_after_forward: {str(case.reshard).lower()}}}
+parallel:
+  {{kind: {case.kind}, world_size: {RANKS}, reshard_after_forward: {str(case.reshard).lower()},
+   gradient_sync: {case.sync}}}
 device: cpu
 """,
         encoding="utf-8",

@@ -10,6 +10,8 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Optimizer
 
 from hilore.planner.actor import Actor, build_actor, microbatch_of, policy_loss
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.optimizer import make_optimizer
-from hilore.planner.sharding import persistent_dtype
+from hilore.planner.shardgroup import persistent_dtype
 from hilore.planner.sources import torch_dtype
 from hilore.planner.spec import spec_from_dict
 from hilore.planner.spec_types import ModelSpec
@@ -41,7 +51,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     actor = build_actor(spec, live_adapters=True)
     tokens = spec.batch.length_buckets[-1]
     update = [microbatch_of(actor, tokens, seed=seed) for seed in range(spec.batch.accumulation)]
-    shard(spec, actor.model)
+    actor = replace(actor, model=shard(spec, actor.model))
     optimizer = make_optimizer(actor.model, spec, lr=0.0)
     _run(actor, update, optimizer)
     reference = _gradients(actor, update)
@@ -55,16 +65,25 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def shard(spec: ModelSpec, model: nn.Module) -> None:
-    """Parameters in their persistent dtype, groups as accelerate makes them."""
+def shard(spec: ModelSpec, model: nn.Module) -> nn.Module:
+    """The model under the FSDP of its spec, parameters in their persistent dtype; groups as accelerate makes them."""
     for name, parameter in model.named_parameters():
         adapter = any(part.startswith("lora_") for part in name.split("."))
         parameter.data = parameter.data.to(persistent_dtype(spec, adapter=adapter))
-    mesh = init_device_mesh("cpu", (spec.parallel.world_size,))
-    policy = MixedPrecisionPolicy(torch_dtype(spec.precision.compute), torch_dtype(spec.precision.grads))
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-    reshard = spec.parallel.reshard_after_forward
     base = base_of(model)
+    compute, reduce = torch_dtype(spec.precision.compute), torch_dtype(spec.precision.grads)
+    reshard = spec.parallel.reshard_after_forward
+    if spec.parallel.kind == "fsdp1":
+        strategy = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=strategy,
+            auto_wrap_policy=ModuleWrapPolicy({type(base.model.layers[0])}),
+            mixed_precision=MixedPrecision(compute, reduce),
+            device_id=torch.device("cpu"),
+        )
+    mesh = init_device_mesh("cpu", (spec.parallel.world_size,))
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(compute, reduce)}
     for layer in base.model.layers:
         fully_shard(layer, reshard_after_forward=reshard, **options)
     embedding, norm, head = base.model.embed_tokens, base.model.norm, base.lm_head
@@ -73,9 +92,13 @@ def shard(spec: ModelSpec, model: nn.Module) -> None:
         fully_shard(embedding, reshard_after_forward=reshard, **options)
     fully_shard([norm, embedding, head] if tied else [norm, head], reshard_after_forward=False, **options)
     fully_shard(model, **options)
+    return model
 
 
-def base_of(model: nn.Module) -> Any:
+def base_of(model: Any) -> Any:
+    """The model inside of its wrappers."""
+    if isinstance(model, FullyShardedDataParallel):
+        return base_of(model.module)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -94,8 +117,15 @@ def _apply(model: nn.Module, policy: str, plan: str) -> Callable[[], None]:
 
 def _run(actor: Actor, update: list[Microbatch], optimizer: Optimizer | None) -> None:
     """All microbatches of an update; with ``optimizer``, its step too, and gradients are gone again."""
-    for microbatch in update:
-        policy_loss(actor, microbatch).backward()  # type: ignore[no-untyped-call]
+    model: Any = actor.model
+    late = actor.spec.parallel.gradient_sync == "last_microbatch"
+    for place, microbatch in enumerate(update):
+        waits = late and place < len(update) - 1
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(not waits)
+        flat = waits and isinstance(model, FullyShardedDataParallel)
+        with model.no_sync() if flat else nullcontext():
+            policy_loss(actor, microbatch).backward()  # type: ignore[no-untyped-call]
     if optimizer is not None:
         optimizer.step()
         optimizer.zero_grad()
@@ -135,6 +165,9 @@ def _local(tensor: Any) -> Tensor:
 
 def main(rank: int, world_size: int, rendezvous: str, cases: str, out: str) -> None:
     torch.set_num_threads(1)
+    warnings.filterwarnings(
+        "ignore", message="FSDP.* is deprecated|.*FullyShardedDataParallel.*", category=FutureWarning
+    )
     warnings.filterwarnings("ignore", message=".gradient_checkpointing_enable. is deprecated", category=FutureWarning)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     found = {case["name"]: measure(case) for case in json.loads(Path(cases).read_text())}

@@ -15,6 +15,9 @@ from torch import Tensor
 from hilore.planner.shardgroup import GroupBytes
 from hilore.planner.sharding import Sharding
 
+# Two float32 scalars.
+_ROOT_BYTES = 8
+
 
 class OutsideGathers:
     """Call the methods in order while a step runs. Without a sharding nothing is ever held.
@@ -102,6 +105,8 @@ class OutsideGathers:
             return
         for name in ("flat", "reducing"):
             self._drop(name)
+        # In a real step backward is still running here, and holds the loss and the gradient that it began with.
+        self._hold("root", _ROOT_BYTES)
         if not self._sharding.in_place:
             self._drop("first")
         self._reduction(self._sharding.first, parameters)
@@ -123,7 +128,8 @@ class OutsideGathers:
             self._hold(whole, group.gathered)
 
     def _reduction(self, group: GroupBytes, parameters: Iterable[Tensor]) -> None:
-        if group.accumulated:
+        assert self._sharding is not None
+        if group.accumulated and not self._sharding.in_place:
             self._reduce_last(group, parameters)
         else:
             self._reduce(group, parameters)
@@ -156,28 +162,19 @@ class OutsideGathers:
             self._drop("recast")
 
     def _reduce_last(self, group: GroupBytes, parameters: Iterable[Tensor]) -> None:
-        """The same in the last microbatch of an update, where earlier ones left unsharded gradients.
+        """The same for FSDP2 in the last microbatch of an update, where earlier ones left unsharded gradients.
 
         Those are live all the time, also for who calls, so that only what goes beyond them is held here.
         """
         assert self._sharding is not None
         if not group.gradients:
             return
-        if self._sharding.in_place:
-            self._hold("kept", group.flat_gradient)
+        if not self._sharding.buffers:
             self._let_go(parameters)
-            self._drop("first")
-            self._drop("kept")
-            self._hold("reducing", group.reduce_input)
-        else:
-            self._let_go(parameters)
-            self._hold("reducing", group.reduce_input)
+        self._hold("reducing", group.reduce_input)
         beside = group.kept_gradient + group.reduce_output + max(group.reduce_copy, group.recast)
-        freed = 0 if self._sharding.buffers else group.accumulated
-        self._hold("reduced", max(beside - freed, 0))
+        self._hold("reduced", max(beside - group.accumulated, 0))
         self._drop("reduced")
-        if self._sharding.in_place:
-            self._drop("reducing")
 
     @staticmethod
     def _let_go(parameters: Iterable[Tensor]) -> None:

@@ -42,13 +42,13 @@ class GroupBytes:
     def reducing(self) -> int:
         """Highest bytes of a gradient reduction: gradients and input, then input, output and what is made of it.
 
-        Beside ``accumulated``, which the first moment adds to and the later one has done with.
+        Beside ``accumulated``. FSDP2 adds to it first and then is done with it; FSDP1 is while autograd still holds
+        what was added.
         """
         later = self.reduce_input + self.reduce_output + max(self.reduce_copy, self.recast) + self.kept_gradient
         if self.flat_gradient:
-            first = self.gathered + self.gradients + self.flat_gradient
-        else:
-            first = self.reduce_input + (0 if self.accumulated else self.gradients)
+            return max(self.gathered + self.gradients + self.flat_gradient, later)
+        first = self.reduce_input + (0 if self.accumulated else self.gradients)
         return max(first, later - self.accumulated)
 
 
@@ -89,6 +89,7 @@ def sharded_group(spec: ModelSpec, parameters: Iterable[Tensor], adapters: set[i
     copy = reduce_input if spec.device.kind == "cpu" and ranks > 1 else 0
     accumulated = 0
     if syncs_last(spec):
+        last = last // trainable[-1].element_size() * reduce_dtype.itemsize if trainable else 0
         accumulated = max(sum(p.numel() for p in trainable) * reduce_dtype.itemsize, reduced)
     return GroupBytes(
         gathered, cast, gradients, reduce_input, reduce_input // ranks, reduced, recast, copy, last, 0, accumulated

@@ -82,11 +82,13 @@ class Sharding:
 @dataclass(frozen=True, slots=True)
 class Around:
     """What neighbours leave to a region: the flat buffer of the gather before it in forward, what is prefetched during
-    its backward, the reduce-scatter input that is still held when its backward begins."""
+    its backward, the reduce-scatter input that is still held when its backward begins. ``freed``: at least so much of
+    the gradients that earlier microbatches left is gone when its own are reduced."""
 
     flat_before: int
     flat_next: int
     reduce_held: int
+    freed: int = 0
 
 
 def sharding_of(spec: ModelSpec, model: nn.Module, regions: Mapping[str, nn.Module]) -> Sharding | None:
@@ -160,7 +162,18 @@ def _around(sharding: Sharding, name: str) -> Around:
     prefetched = 0 if sharding.tied and not place else sharding.prefetched(before)
     left_by_head = 0 if sharding.tied else sharding.lingering(sharding.last)
     held = sharding.lingering(after) if place < len(names) - 1 else left_by_head
-    return Around(sharding.flat(before), prefetched if sharding.reshard else 0, held)
+    freed = 0 if sharding.tied else _given_back(sharding, sharding.last)
+    if place < len(names) - 1:
+        freed += _given_back(sharding, after)
+    if freed:
+        # Not so in earlier microbatches, which reduce nothing.
+        held = max(held - freed, 0)
+    return Around(sharding.flat(before), prefetched if sharding.reshard else 0, held, freed)
+
+
+def _given_back(sharding: Sharding, group: GroupBytes) -> int:
+    """What a reduction leaves less of the gradients that earlier microbatches had left."""
+    return 0 if sharding.in_place or not group.accumulated else group.accumulated - group.reduced
 
 
 def shard_classes(
@@ -212,6 +225,7 @@ def _differs(around: Around, usual: Around, least: float) -> bool:
         (around.flat_before, usual.flat_before),
         (around.flat_next, usual.flat_next),
         (around.reduce_held, usual.reduce_held),
+        (usual.freed, around.freed),
     )
     return any(own > shared or shared - own > least for own, shared in pairs)
 
@@ -246,7 +260,7 @@ def _sharded_bytes(sharding: Sharding, group: GroupBytes, around: Around) -> Sha
         backward_bytes=gathered + around.flat_next if sharding.reshard else 0,
         opening_bytes=opening if sharding.reshard else 0,
         held_bytes=around.reduce_held,
-        reducing_bytes=group.reducing if group.gradients else 0,
+        reducing_bytes=group.reducing - around.freed if group.gradients else 0,
         prefetched_bytes=around.flat_next,
     )
 
@@ -272,7 +286,9 @@ def shard_keep_set(sharding: Sharding, group: GroupBytes, around: Around, keep_s
     if handed is not None:
         handed += around.reduce_held + (gathered + around.flat_next if sharding.reshard else 0)
     # What the region retained is gone when its gradients are reduced.
-    reducing = around.flat_next + group.reducing - keep_set.retained_bytes - stays if group.gradients else 0
+    reducing = 0
+    if group.gradients:
+        reducing = around.flat_next + group.reducing - around.freed - keep_set.retained_bytes - stays
     return replace(
         keep_set,
         retained_bytes=keep_set.retained_bytes + stays,

@@ -15,6 +15,7 @@ from torch import nn
 
 from hilore.runtime.errors import FingerprintError, PlanFileError
 from hilore.runtime.naming import canonical_names
+from hilore.runtime.sharded import model_sharding, whole_parameters
 
 _SIZE_FIELDS = {
     "num_layers": "num_hidden_layers",
@@ -50,15 +51,15 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     shapes: list[str] = []
     trainable: list[str] = []
     dtypes: Counter[str] = Counter()
-    for full, parameter in model.named_parameters():
-        owner, _, leaf = full.rpartition(".")
+    for parameter in whole_parameters(model):
+        owner, _, leaf = parameter.name.rpartition(".")
         name = f"{names[owner]}.{leaf}"
-        if not _is_adapter(full):
-            shapes.append(f"{name} {tuple(parameter.shape)}")
+        if not _is_adapter(parameter.name):
+            shapes.append(f"{name} {parameter.shape}")
         kind = str(parameter.dtype).removeprefix("torch.")
         dtypes[kind + (" trainable" if parameter.requires_grad else "")] += 1
         if parameter.requires_grad:
-            trainable.append(f"{name} {tuple(parameter.shape)}")
+            trainable.append(f"{name} {parameter.shape}")
     fields: dict[str, Any] = {"architecture": _class_name(base)}
     for field, attribute in _SIZE_FIELDS.items():
         fields[field] = getattr(config, attribute, None)
@@ -69,7 +70,9 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
         "attention": getattr(config, "_attn_implementation", None),
         "trainable_set": f"{len(trainable)} tensors {_digest(trainable)}",
     }
-    return fields | versions()
+    # A model that is not sharded yet may still be: of it nothing is said.
+    parallel = {"parallel": model_sharding(model)} if model_sharding(model) else {}
+    return fields | parallel | versions()
 
 
 def versions() -> dict[str, str]:

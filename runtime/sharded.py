@@ -1,0 +1,138 @@
+"""What FSDP makes of a model, as far as a plan depends on it: kind, whole shapes, groups, reductions.
+
+FSDP1 is ``torch.distributed.fsdp.FullyShardedDataParallel`` (flat parameters), FSDP2 ``fully_shard`` (DTensors). With
+the regions of Hugging Face's checkpointing (transformers 5.23 and later) both gather a region's parameters in hooks
+outside of what a replay runs, so that a replay issues no collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hilore.runtime.errors import UnsupportedModelError
+from hilore.runtime.naming import canonical_names
+from hilore.runtime.region import RegionBinding
+
+FSDP1, FSDP2 = "fsdp1", "fsdp2"
+
+
+@dataclass(frozen=True, slots=True)
+class WholeParameter:
+    """A parameter as it was before sharding. ``name``: its full name in the model, wrappers included."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def sharding_kind(module: nn.Module) -> str:
+    """``"fsdp1"`` or ``"fsdp2"`` where this very module is a unit of it, else the empty string."""
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("torch.distributed.fsdp"):
+            if cls.__name__ == "FullyShardedDataParallel":
+                return FSDP1
+            if cls.__name__ == "FSDPModule":
+                return FSDP2
+    return ""
+
+
+def model_sharding(model: nn.Module) -> str:
+    """The kind of FSDP that the model is under, empty for none."""
+    return next((kind for kind in map(sharding_kind, model.modules()) if kind), "")
+
+
+def whole_parameters(model: nn.Module) -> Iterator[WholeParameter]:
+    """Every parameter once with its unsharded shape; FSDP1's flat ones taken apart."""
+    flat = [(name, module) for name, module in model.named_modules() if sharding_kind(module) == FSDP1]
+    taken_apart: set[int] = set()
+    for prefix, module in flat:
+        handle: Any = getattr(module, "_handle", None)
+        if handle is None:
+            continue
+        own = handle.flat_param
+        originals = own._params or [None] * len(own._fqns)
+        taken_apart |= {id(own), *(id(parameter) for parameter in originals if parameter is not None)}
+        for fqn, shape, original in zip(own._fqns, own._shapes, originals, strict=True):
+            name = ".".join(part for part in (prefix, "_fsdp_wrapped_module", fqn) if part)
+            trained = own.requires_grad if original is None else original.requires_grad
+            yield WholeParameter(name, tuple(shape), handle._orig_param_dtype, bool(trained))
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in taken_apart:
+            yield WholeParameter(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+
+
+def refuse_sharding(model: nn.Module, regions: tuple[RegionBinding, ...]) -> None:
+    """Raise UnsupportedModelError for an FSDP1 unit inside of a region, or one that holds frozen and trained ones."""
+    for region in regions:
+        for name, module in region.module.named_modules():
+            if name and sharding_kind(module) == FSDP1:
+                raise UnsupportedModelError(
+                    f"{region.name}.{name}: an FSDP1 unit inside of a region, which every replay would gather again. "
+                    "Wrap whole decoder layers (accelerate: fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP); for LoRA "
+                    "shard with fully_shard (accelerate: fsdp_version 2, verl: strategy fsdp2)",
+                    unit=region.name,
+                )
+    for name, module in model.named_modules():
+        if sharding_kind(module) == FSDP1 and _mixes(module):
+            where = canonical_names(model)[name] or type(model).__name__
+            raise UnsupportedModelError(
+                f"{where}: its flat parameter (FSDP1) holds frozen and trained parameters, so that gradients are made "
+                "of all of them and other tensors are saved than were traced. Shard with fully_shard (accelerate: "
+                "fsdp_version 2, verl: strategy fsdp2) and set parallel.kind: fsdp2",
+                unit=where,
+            )
+
+
+def shared_groups(model: nn.Module, regions: tuple[RegionBinding, ...]) -> str:
+    """The first region that is no FSDP unit of its own in a model under FSDP, so that its peak is another; or ''."""
+    if not model_sharding(model):
+        return ""
+    wrapped = {id(module._fsdp_wrapped_module) for module in model.modules() if sharding_kind(module) == FSDP1}
+    own = (r.name for r in regions if id(r.module) not in wrapped and sharding_kind(r.module) != FSDP2)
+    return next(own, "")
+
+
+def reduces_gradients(model: nn.Module) -> bool:
+    """Whether the next backward reduces its gradients: not under ``no_sync``, ``set_requires_gradient_sync(False)``."""
+    for module in model.modules():
+        kind = sharding_kind(module)
+        if kind == FSDP1:
+            return bool(module._sync_gradients)
+        if kind == FSDP2:
+            group = _group_of(module)
+            if group is not None:
+                return bool(group.reduce_grads)
+    return True
+
+
+def ranks_of(model: nn.Module) -> list[int] | None:
+    """Global ranks that train this model together, as FSDP or DistributedDataParallel has them; None if neither."""
+    from torch import distributed
+
+    for module in model.modules():
+        group: Any = None
+        if sharding_kind(module) == FSDP1 or type(module).__name__ == "DistributedDataParallel":
+            group = module.process_group
+        elif sharding_kind(module) == FSDP2:
+            own = _group_of(module)
+            group = None if own is None else own._reduce_scatter_process_group
+        if group is not None:
+            return list(distributed.get_process_group_ranks(group))
+    return None
+
+
+def _group_of(module: nn.Module) -> Any:
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    return state._fsdp_param_group
+
+
+def _mixes(module: nn.Module) -> bool:
+    handle: Any = getattr(module, "_handle", None)
+    originals = () if handle is None else handle.flat_param._params or ()
+    return len({parameter.requires_grad for parameter in originals}) > 1
