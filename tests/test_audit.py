@@ -93,7 +93,7 @@ def test_too_large_an_error_turns_encoding_off() -> None:
         one_step(runtime, model, batch, audit=True)
     assert not runtime.stats.audit.alarm
     with pytest.warns(
-        HiloreWarning, match=r"gradient error of 2\.\d+% over 4 microbatches where the plans allow 0\.000%"
+        HiloreWarning, match=r"gradient error of \d\.\d+% over 4 microbatches where the plans allow 0\.000%"
     ):
         one_step(runtime, model, batch, audit=True)
     assert runtime.stats.audit.alarm
