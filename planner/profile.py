@@ -203,8 +203,6 @@ class _TimedFrame(Frame):
 class Stopwatch:
     """Stands in for a frame: units are routed to it while their region runs, and it times each call."""
 
-    changes_glue = False
-
     def __init__(self, region: RegionBinding, relative: Mapping[str, str], clock: Clock) -> None:
         self.region = region
         self.took_ns: dict[str, int] = {}

@@ -23,11 +23,11 @@ running = _Running()
 
 
 class RunningAs:
-    """Make ``frame`` the one that unit calls belong to (None: they belong to none)."""
+    """Make ``frame`` the one that unit calls belong to."""
 
     __slots__ = ("_before", "_frame")
 
-    def __init__(self, frame: Frame | None) -> None:
+    def __init__(self, frame: Frame) -> None:
         self._frame = frame
 
     def __enter__(self) -> None:
@@ -36,19 +36,6 @@ class RunningAs:
 
     def __exit__(self, *_: object) -> None:
         running.frame = self._before
-
-
-@contextlib.contextmanager
-def apart(device: torch.device) -> Iterator[None]:
-    """Code inside belongs to no frame, its saved tensors are nobody's, and random generators are as before after it."""
-    kind, devices = (device.type, [device]) if device.type not in ("cpu", "meta") else ("cuda", [])
-    hooks = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself)
-    with RunningAs(None), hooks, torch.random.fork_rng(devices, device_type=kind):
-        yield
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,6 @@ def _unpack_in_replay(packed: torch.Tensor | None) -> torch.Tensor:
 class Frame:
     """One region's forward under one choice. Alive as long as autograd holds a slot of it."""
 
-    changes_glue = True
-
     def __init__(
         self, region: RegionBinding, choice: Choice, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> None:

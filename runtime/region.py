@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from hilore.runtime.ambient import running
-from hilore.runtime.gated import GatedForward, gated_modules
 from hilore.runtime.huggingface import attention_implementations, attention_wrapped
 from hilore.runtime.plan import Plan, RegionPlan
 from hilore.runtime.stats import Stats
@@ -56,7 +55,7 @@ class RegionActions:
 class RegionBinding:
     """One region of the model: its module and its units by full canonical name."""
 
-    __slots__ = ("_attention", "_forwards", "_gated", "adapted_units", "attention_units", "module", "name", "units")
+    __slots__ = ("_attention", "_forwards", "adapted_units", "attention_units", "module", "name", "units")
 
     def __init__(self, name: str, module: nn.Module, units: dict[str, UnitBinding]) -> None:
         self.name = name
@@ -65,7 +64,6 @@ class RegionBinding:
         self.attention_units = {id(u.module): u.name for u in units.values() if u.kind == ATTENTION}
         self.adapted_units = frozenset(u.name for u in units.values() if u.front)
         self._forwards = {u.name: _forwards(u) for u in units.values() if u.kind != ATTENTION}
-        self._gated = [GatedForward(part) for part in gated_modules(module)]
         self._attention = attention_implementations(u.module for u in units.values() if u.kind == ATTENTION)
 
     @contextmanager
@@ -76,8 +74,7 @@ class RegionBinding:
             for implementation in self._attention:
                 stack.enter_context(attention_wrapped(implementation))
             stack.callback(_put_back, before)
-            calls = (forward for name in names for forward in self._forwards.get(name, ()))
-            for forward in (*calls, *self._gated):
+            for forward in (forward for name in names for forward in self._forwards.get(name, ())):
                 if forward.module.__dict__.get("forward") is forward:
                     continue
                 before.append((forward.module, forward.module.__dict__.get("forward")))

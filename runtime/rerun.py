@@ -22,7 +22,6 @@ from torch._subclasses import FakeTensor
 
 from hilore.runtime.adapter import last_modules, part_modules
 from hilore.runtime.alias import non_leaf_alias
-from hilore.runtime.ambient import apart
 from hilore.runtime.derive import derivation_of, same_bits
 
 if TYPE_CHECKING:
@@ -94,7 +93,8 @@ class _Probe:
 
     def sum_of(self, scaling: tuple[float | None, ...]) -> Sum | None:
         """The layer's sum; None where its result is something else."""
-        with apart(self._x.device), torch.no_grad(), self._watching():
+        devices = [self._x.device] if self._x.device.type != "cpu" else []
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=self._fork_type()), self._watching():
             result = self._call(self._x)
         if not self._chained or self._base is None or self._given is None or len(scaling) != 1 or scaling[0] is None:
             return None
@@ -103,6 +103,9 @@ class _Probe:
             return found
         found.add(self._base, self._given)
         return found if same_bits(self._base, result) else None
+
+    def _fork_type(self) -> str:
+        return self._x.device.type if self._x.device.type != "cpu" else "cuda"
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
