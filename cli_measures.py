@@ -60,8 +60,16 @@ def verify(
             found = load_trace(trace_path)
     if rollouts is not None:
         trace = found or load_trace(newest_trace())
-        sizes = {"microbatches": microbatches, "risk_microbatches": risk_microbatches}
-        raise typer.Exit(cli_calibrate.verify_on_rollouts(loaded, spec, trace, rollouts, **sizes, as_json=as_json))
+        code = cli_calibrate.verify_on_rollouts(
+            loaded,
+            spec,
+            trace,
+            rollouts,
+            microbatches=microbatches,
+            risk_microbatches=risk_microbatches,
+            as_json=as_json,
+        )
+        raise typer.Exit(code)
     from hilore.planner.check import verify_plans
 
     with progress_bar() as progress:

@@ -172,8 +172,8 @@ def markdown(rows: Sequence[Row], command: str) -> str:
         f"`{command}`",
         f"({versions}, one thread). Random models of three layers, d 256; one or two rows per microbatch, gradients",
         "accumulated over four microbatches, then AdamW. Measured: highest bytes of live storages in the whole update",
-        "on real CPU tensors (`hilore.runtime.meter.StorageMeter`). Predicted: what trace (GC, No-GC) and solve (plans)",
-        'write; "encoded" plans are not solved but encode all that a codec takes. "demoted": every L unit turned to R',
+        "on real CPU tensors (`hilore.runtime.meter.StorageMeter`). Predicted: what trace (GC, No-GC) and solve (plans)"
+        ' write; "encoded" plans are not solved but encode all that a codec takes. "demoted": every L unit turned to R',
         "after each forward, against the peak that solve allows for that.",
         "",
         f"{len(rows)} configurations: measured <= predicted in {under}, equal to the "

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hilore.planner.actor import Actor, build_actor
-from hilore.planner.kind_errors import KindError, in_float32, measure_kinds
 from hilore.planner.generate import generate_rollouts
+from hilore.planner.kind_errors import KindError, in_float32, measure_kinds
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.prior import ERRORS
 from hilore.planner.rollouts import from_rollouts, with_advantages

@@ -87,7 +87,8 @@ def squares_of_sums(products: Floats, picks: NDArray[np.int64], weights: Floats)
     inner = products[:, picks[:, :, None], picks[:, None, :]]
     squares = np.einsum("gumn,um,un->ug", inner, weights, weights)
     # What sketches leave uncertain may pass below 0 where members cancel out.
-    return np.maximum(squares, 0.0)
+    result: Floats = np.maximum(squares, 0.0)
+    return result
 
 
 def _region_of(module: str, regions: Sequence[str]) -> str:

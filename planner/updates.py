@@ -67,7 +67,8 @@ class Composer:
     def worst_region_errors(self, picks: Integers, plans: Integers) -> Floats:
         """Relative squared error of the parameters of that region where it is largest, of every update."""
         errors, gradients = self._sums(picks, plans)
-        return _ratio(errors, gradients).max(axis=1)
+        worst: Floats = _ratio(errors, gradients).max(axis=1)
+        return worst
 
     def _sums(self, picks: Integers, plans: Integers) -> tuple[Floats, Floats]:
         weights = self.weights(picks)
