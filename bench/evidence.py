@@ -35,7 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     spec = load_spec(given.model)
     calibration = replace(
-        spec.calibration, source="rollouts", path="", microbatches=given.microbatches, confidence=given.confidence
+        spec.calibration,
+        source="rollouts",
+        path="",
+        microbatches=given.calibration_microbatches,
+        confidence=given.confidence,
     )
     setting = stages.Setting(replace(spec, calibration=calibration), Path(given.folder), given)
     setting.folder.mkdir(parents=True, exist_ok=True)
@@ -61,12 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.evidence", description=__doc__)
     parser.add_argument("stage", nargs="*", choices=[*STAGES, []], help="default: all, in order")
-    parser.add_argument("--model", default="examples/smollm2.yaml", metavar="MODEL.YAML")
+    parser.add_argument("--model", default="bench/evidence.yaml", metavar="MODEL.YAML")
     parser.add_argument("--folder", default="build/evidence", help="where everything goes")
     parser.add_argument(
         "--tasks", nargs=2, default=("knights_knaves", "chain_sum"), help="calibrated on, and the other"
     )
-    parser.add_argument("--microbatches", type=int, default=24, help="of exposure above 0, per file")
+    parser.add_argument("--calibration-microbatches", type=int, default=32, help="of exposure above 0")
+    parser.add_argument("--microbatches", type=int, default=64, help="of exposure above 0, held out, per task")
     parser.add_argument("--confidence", type=float, default=0.95)
     parser.add_argument("--fit-passes", type=int, default=8, help="random plans per microbatch in the fit")
     parser.add_argument("--deltas", nargs="+", type=float, default=(0.5, 1.0, 2.0))

@@ -61,6 +61,11 @@ class Setting:
     def file(self, name: str) -> Path:
         return self.folder / name
 
+    def of_split(self, split: str) -> ModelSpec:
+        """With as many microbatches as that split's file is to have."""
+        count = self.given.calibration_microbatches if split == "calibration" else self.given.microbatches
+        return replace(self.spec, calibration=replace(self.spec.calibration, microbatches=count))
+
     @property
     def trace(self) -> Trace:
         return load_trace(self.file("calibrated.trace.json"))
@@ -73,6 +78,7 @@ def rollouts(setting: Setting) -> None:
         if path.exists():
             continue
         actor = actor or build_actor(setting.spec, device=setting.spec.device.kind, seed=setting.given.seed)
+        actor = replace(actor, spec=setting.of_split(split))
         task = setting.given.tasks[split == "other"]
         generate_file(actor, path, _tell(), seed=setting.given.seed + place, tasks=(task,))
         _say(f"written: {path}")
@@ -214,7 +220,8 @@ def _moved(setting: Setting, native: Actor, actor: Actor, split: str) -> tuple[M
 
     What is measured then is a later inner epoch: ratios are not 1, and some tokens are clipped.
     """
-    found = recorded(native, setting.file(f"{split}.jsonl")).microbatches
+    reading = replace(native, spec=setting.of_split(split))
+    found = recorded(reading, setting.file(f"{split}.jsonl")).microbatches
     batches = tuple(with_reference(native, batch) for batch in found)
     lr, seed = setting.given.lr, setting.given.seed
     if not lr:
