@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 LORA = "{kind: lora, rank: 8, dtype: float32}"
 # Of the way from GC's to No-GC's peak.
 BUDGET_SHARE = 0.3
-CODEC = "int8-g128"
+CODEC = "int8-g64"
 
 
 @dataclass(frozen=True, slots=True)

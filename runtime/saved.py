@@ -115,11 +115,11 @@ class Watch:
 
 
 class Kept:
-    """A stored output: exact, or encoded with all that decoding needs."""
+    """A stored output: exact, or encoded with all that decoding needs. ``seed``: of stochastic rounding."""
 
     __slots__ = ("_saved_version", "_watch", "encoded", "layout", "tensor")
 
-    def __init__(self, output: torch.Tensor, codec: str | None) -> None:
+    def __init__(self, output: torch.Tensor, codec: str | None, seed: int = 0) -> None:
         self.layout = Layout.of(output)
         self._saved_version = output._version
         self.tensor: torch.Tensor | None = None
@@ -129,7 +129,7 @@ class Kept:
         else:
             self._watch = Watch(output)
             with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
-                self.encoded = get_codec(codec).encode(output.detach())
+                self.encoded = get_codec(codec).encode(output.detach(), seed)
 
     @property
     def nbytes(self) -> int:
