@@ -18,14 +18,13 @@ from hilore.planner.evidence_view import candidates_table, evidence_json, rankin
 from hilore.planner.gradient_error import Instrument
 from hilore.planner.heldout import (
     CandidateEvidence,
-    RegimeRow,
     all_spearman,
     evidence,
     measure_held_out,
     plan_candidates,
     random_candidates,
-    regime_rows,
 )
+from hilore.planner.heldout_regimes import RegimeRow, regime_rows
 from hilore.planner.region_errors import measure_regions, rankings
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.stepping import float32_twin
