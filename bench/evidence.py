@@ -5,6 +5,7 @@ Stages, in order (all by default; each goes on from where it was stopped, and la
 - ``rollouts``: the actor answers two tasks; three files: for calibration, the same task again, the other task
 - ``calibrate``: trace and calibration on the first file
 - ``solve``: plans at each delta, one set with the rule each, one with the rule joint where calibration allows it
+- ``training-plans``: for ``python -m bench.training``
 - ``same``, ``other``: updates composed of held-out microbatches, after an inner epoch that moved the policy
 - ``risk``: errors of single regions on single microbatches, one codec at a time, against the risk scores
 - ``sizes``: the same predictions by parts of the one calibration
@@ -33,7 +34,7 @@ from bench.evidence_setting import Setting
 from hilore.planner.spec import load_spec
 from hilore.runtime.errors import HiloreError
 
-STAGES = ("rollouts", "calibrate", "solve", "same", "other", "risk", "sizes", "refresh", "report")
+STAGES = ("rollouts", "calibrate", "solve", "training-plans", "same", "other", "risk", "sizes", "refresh", "report")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rollouts": stages.rollouts,
         "calibrate": stages.calibrate,
         "solve": stages.solve,
+        "training-plans": stages.training_plans,
         "same": lambda given_setting: stages.held_out(given_setting, "same"),
         "other": lambda given_setting: stages.held_out(given_setting, "other"),
         "risk": stages.risk,
@@ -73,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.evidence", description=__doc__)
     parser.add_argument("stage", nargs="*", choices=[*STAGES, []], help="default: all, in order")
     parser.add_argument("--model", default="bench/evidence.yaml", metavar="MODEL.YAML")
+    parser.add_argument("--training-model", default="examples/smollm2.yaml", metavar="MODEL.YAML")
     parser.add_argument("--folder", default="build/evidence", help="where everything goes")
     parser.add_argument(
         "--tasks", nargs=2, default=("knights_knaves", "chain_sum"), help="calibrated on, and the other"

@@ -37,6 +37,7 @@ from hilore.planner.heldout import (
 from hilore.planner.heldout_native import measure_native, native_errors
 from hilore.planner.heldout_regimes import regime_rows
 from hilore.planner.region_errors import measure_regions, rankings
+from hilore.planner.spec import load_spec
 from hilore.planner.stepping import float32_twin
 from hilore.planner.tracefile import load_trace, save_trace
 from hilore.planner.tracing import trace_spec
@@ -97,6 +98,22 @@ def solve(setting: Setting) -> None:
             say(
                 f"delta {delta:g}, {rule}: {counts}, risk {row.risk:.4%}, gain {row.gain:+.1%}, allowances {allowances}"
             )
+
+
+def training_plans(setting: Setting) -> None:
+    """Plans of delta 1 for ``python -m bench.training``: its padded microbatches have a trace of their own, the risk of
+    units is that of the calibration."""
+    given = setting.given
+    spec = load_spec(given.training_model)
+    path = setting.file("training.trace.json")
+    if not path.exists():
+        save_trace(trace_spec(replace(spec, calibration=replace(spec.calibration, source="prior")), tell()), path)
+    trace = replace(load_trace(path), calibration=setting.trace.calibration)
+    low, high = reference_peaks(trace)
+    solved = solve_trace(trace, budget_bytes=int(low + given.part * (high - low)), delta=1.0)
+    write_plans(solved, setting.file("plans-training"))
+    row = solved.rows[-1]
+    say(f"training: H {row.kept}, L {row.lossy}, R {row.replayed}, risk {row.risk:.4%}, gain {row.gain:+.1%}")
 
 
 def solved_candidates(setting: Setting, rule: str) -> list[Candidate]:
