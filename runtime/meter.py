@@ -101,6 +101,8 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return bool(args) and isinstance(args[0], torch.Tensor) and self._made_in.get(_key(args[0])) == self._turn
 
     def _add(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "meta":
+            return  # a shape without memory, which a rule is tried on
         if is_traceable_wrapper_subclass(tensor):
             for name in tensor.__tensor_flatten__()[0]:
                 inner = getattr(tensor, name)
