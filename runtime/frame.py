@@ -296,5 +296,5 @@ class Frame:
 
     def _count_down(self) -> None:
         self._pending -= 1
-        if self._pending == 0:
+        if self._pending == 0 and not self.choice.whole_replays:
             raise _EndOfReplay

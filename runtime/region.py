@@ -135,16 +135,18 @@ class Choice:
 
     ``plan`` None: no plan fits (too many tokens), every unit runs in the replay. ``demoted`` may turn True between
     forward and backward (late demotion), never back. ``control``: an audit's control run (runtime/audit.py).
+    ``whole_replays``: replays run to their end, as those of other ranks do, since they issue collectives.
     ``tokens``: what the microbatch's tokens weigh, None where it was not asked for.
     """
 
-    __slots__ = ("_actions", "control", "demoted", "plan", "stats", "tokens")
+    __slots__ = ("_actions", "control", "demoted", "plan", "stats", "tokens", "whole_replays")
 
     def __init__(self, plan: Plan | None, actions: dict[str, RegionActions], stats: Stats, demoted: bool) -> None:
         self.plan = plan
         self.demoted = demoted
         self.control = False
         self.tokens: TokenWeights | None = None
+        self.whole_replays = False
         self.stats = stats
         self._actions = actions
 
