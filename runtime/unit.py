@@ -31,6 +31,7 @@ from hilore.runtime.saved import Entry, Kept, Layout, Role, Watch
 
 if TYPE_CHECKING:
     from hilore.runtime.frame import Frame
+    from hilore.runtime.region import Choice
     from hilore.runtime.rerun import Sum
 
 
@@ -140,7 +141,7 @@ class UnitRecord:
         """Forward: run a module of the unit's front."""
         return self.front.run(module, call, x, self.roles)
 
-    def keep(self, result: Any, codec: str | None, compute_dtype: torch.dtype | None) -> None:
+    def keep(self, result: Any, codec: str | None, compute_dtype: torch.dtype | None, choice: Choice) -> None:
         """Store the output: encoded where the plan says so and it is an activation, else as it is."""
         output = self._output(result)
         if codec is not None and compute_dtype is not None:
@@ -153,7 +154,8 @@ class UnitRecord:
         if codec is None or self.encode_role != ACTIVATION:
             self.kept = Kept(output, None)
         else:
-            self.kept = Kept(output, codec, rounding_seed(self.unit.name, next(self.unit.encodings), own_rank()))
+            seed = rounding_seed(self.unit.name, next(self.unit.encodings), own_rank())
+            self.kept = Kept(output, codec, seed, choice.tokens)
 
     def watch_output(self, result: Any) -> None:
         """Note whether glue changes the output in place: its placeholder could not take that."""
