@@ -83,12 +83,14 @@ def trace(
 ) -> None:
     """Capture and profile the actor: regions, units, bytes and times, into a trace file."""
     from hilore.planner import view
+    from hilore.planner.files import refuse_unwritable
     from hilore.planner.progress import progress_bar
     from hilore.planner.spec import load_spec
     from hilore.planner.tracefile import save_trace
 
     spec = load_spec(model)
     path = out or f"{spec.name}.trace.json"
+    refuse_unwritable(path)
     from hilore.planner.tracing import trace_spec
 
     with progress_bar() as progress:
@@ -149,12 +151,14 @@ def solve(
     """Find the fastest plans under the budget: four regimes of each length bucket, one file each."""
     from hilore.planner import view
     from hilore.planner.budget import parse_delta, parse_limit, parse_memory
+    from hilore.planner.files import refuse_unwritable
     from hilore.planner.spec import spec_from_dict
     from hilore.planner.tracefile import load_trace, newest_trace
 
     wanted_delta = parse_delta(delta)
     limit_s = parse_limit("--time-limit", time_limit, zero=False)
     gap_percent = parse_limit("--gap", gap, zero=True)
+    refuse_unwritable(Path(out) / "plan.json")
     path = Path(trace_path) if trace_path is not None else newest_trace()
     found = load_trace(path)
     spec_from_dict(found.spec)

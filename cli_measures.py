@@ -109,13 +109,14 @@ def bench(
     import json
 
     from hilore.planner.budget import parse_delta, parse_limit
-    from hilore.planner.files import replace_file
+    from hilore.planner.files import refuse_unwritable, replace_file
     from hilore.planner.progress import progress_bar
     from hilore.planner.spec import load_spec
 
     limit_s = parse_limit("--time-limit", time_limit, zero=False)
     wanted = tuple(map(parse_delta, deltas or ("0", "1")))
     spec = load_spec(model)
+    refuse_unwritable(out or f"{spec.name}.bench.json")
     from hilore.planner import sidebyside_report as report
     from hilore.planner.sidebyside_model import QUICK_ROUNDS, ROUNDS, Options, measure_model, tiny
 

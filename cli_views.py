@@ -90,7 +90,7 @@ def frontier(
     """Peak against predicted step time: our plans and every other policy, from the smallest budget to No-GC."""
     from hilore.planner import frontier_view as view
     from hilore.planner.budget import parse_limit
-    from hilore.planner.files import replace_files
+    from hilore.planner.files import refuse_unwritable, replace_files
     from hilore.planner.frontier_options import frontier_budgets, frontier_deltas, plot_path
     from hilore.planner.progress import progress_bar
     from hilore.planner.tracefile import load_trace, newest_trace
@@ -98,6 +98,7 @@ def frontier(
     limit_s, gap_percent = parse_limit("--time-limit", time_limit, zero=False), parse_limit("--gap", gap, zero=True)
     wanted = frontier_deltas(deltas)
     plot = plot_path(plot)
+    refuse_unwritable(*(path for path in (out, plot) if path))
     path = trace_path if trace_path is not None else str(newest_trace())
     found = load_trace(path)
     ceilings = frontier_budgets(budgets, found, delta=max(wanted))
@@ -127,7 +128,7 @@ def frontier(
 
 def report(
     plans: Annotated[
-        list[str] | None, typer.Argument(metavar="[PLAN...]", help="Default: those of the trace under plans/.")
+        list[str] | None, typer.Argument(metavar="PLAN...", help="Default: those of the trace under plans/.")
     ] = None,
     trace_path: PlanTraceOption = None,
     bench_path: Annotated[
@@ -144,13 +145,15 @@ def report(
     """One self-contained HTML page: trace, plans, memory event by event, frontier, measured figures."""
     from hilore.planner import report_inputs as inputs
     from hilore.planner.budget import parse_limit
-    from hilore.planner.files import replace_file
+    from hilore.planner.files import refuse_unwritable, replace_file
     from hilore.planner.progress import progress_bar
 
     limit_s = parse_limit("--time-limit", time_limit, zero=False)
     found, path = inputs.report_trace(plans, trace_path)
     loaded = inputs.report_plans(found, path, plans)
     measured = inputs.load_bench(bench_path) if bench_path is not None else None
+    target = out or f"{found.name}.report.html"
+    refuse_unwritable(target)
     from hilore.planner import frontier as planning
     from hilore.planner.report import report_html
 
@@ -161,7 +164,6 @@ def report(
         with progress_bar() as progress:
             curves = planning.frontier(found, budgets=budgets, deltas=deltas, time_limit_s=limit_s, progress=progress)
     sources = [path, *(plan.path for plan in loaded), *([bench_path] if bench_path else [])]
-    target = out or f"{found.name}.report.html"
     replace_file(target, report_html(found, loaded, frontier=curves, bench=measured, sources=sources))
     if as_json:
         print_json({"trace": path, "plans": [plan.path for plan in loaded], "bench": bench_path, "written": target})

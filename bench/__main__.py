@@ -109,13 +109,13 @@ def _overhead(given: argparse.Namespace) -> int:
 def _prior(given: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from bench.prior import measure_prior
+    from bench.prior import measure_prior, offering_all
     from bench.table import command, write_json
     from hilore.planner.sidebyside_report import environment
     from hilore.planner.tracing import trace_spec
 
     options = _options(given)
-    (spec,) = _specs(given, (PRIOR_MODEL,))[:1]
+    spec = offering_all(_specs(given, (PRIOR_MODEL,))[0])
     with _progress(spec.name) as progress:
         rows = list(measure_prior(spec, trace_spec(spec, progress), progress, seed=options.seed))
     table = Table(title=f"{spec.name}: gradient error in percent, every layer's unit of a kind at L")

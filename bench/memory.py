@@ -159,7 +159,7 @@ def _measure(actor: Actor, tokens: int, found: Sequence[Contender]) -> list[int]
     update = [microbatch_of(actor, tokens, seed=place) for place in range(actor.spec.batch.accumulation)]
     with actor.faked():
         optimizer = idle_optimizer(actor)
-    return [peak_of_update(actor, contender.policy, update, optimizer) for contender in found]
+    return [peak_of_update(actor, contender.policy, update, optimizer).peak_bytes for contender in found]
 
 
 def markdown(rows: Sequence[Row], command: str) -> str:

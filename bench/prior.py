@@ -14,7 +14,7 @@ from hilore.planner.actor import Actor, build_actor
 from hilore.planner.generate import generate_rollouts
 from hilore.planner.kind_errors import KindError, in_float32, measure_kinds
 from hilore.planner.microbatch import Microbatch
-from hilore.planner.prior import ERRORS
+from hilore.planner.prior import DEFAULT_CODECS, ERRORS
 from hilore.planner.rollouts import from_rollouts, with_advantages
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.tasks import build_dataset
@@ -26,10 +26,19 @@ COMPLETIONS = 4
 def measure_prior(
     spec: ModelSpec, trace: Trace, progress: Callable[[str, int, int], None], *, seed: int = 0
 ) -> Iterator[KindError]:
-    """One row per kind and codec of the prior."""
+    """One row per kind and codec of the prior; ``trace`` is that of ``offering_all(spec)``."""
     actor = build_actor(in_float32(spec), live_adapters=True, seed=seed)
-    pairs = tuple((kind, codec) for kind, codecs in ERRORS.items() for codec in codecs)
+    pairs = tuple((kind, codec) for kind in ERRORS for codec in _codecs_of(kind))
     yield from measure_kinds(actor, real_microbatch(actor, seed), trace, pairs, progress)
+
+
+def offering_all(spec: ModelSpec) -> ModelSpec:
+    """The actor with every codec of the prior on offer, the default ones and those measured beside them."""
+    return replace(spec, codecs=tuple(dict.fromkeys(codec for kind in ERRORS for codec in _codecs_of(kind))))
+
+
+def _codecs_of(kind: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*DEFAULT_CODECS.get(kind, ()), *ERRORS[kind])))
 
 
 def real_microbatch(actor: Actor, seed: int) -> Microbatch:

@@ -34,7 +34,7 @@ class BudgetError(HiloreError):
     """An amount on the command line cannot be read. Attributes: ``text``."""
 
 
-def parse_budget(text: str, *, card_bytes: int = 0, margin_bytes: int = 0) -> int:
+def parse_budget(text: str, *, card_bytes: int = 0, margin_bytes: int = 0, option: str = "--budget") -> int:
     """``--budget`` in bytes, rounded down to a whole byte; ``auto`` is the card less the margin.
 
     Raises BudgetError for a unit that is not MiB or GiB, for less than 1 and more than 2^24 MiB, for what is no
@@ -42,21 +42,21 @@ def parse_budget(text: str, *, card_bytes: int = 0, margin_bytes: int = 0) -> in
     """
     if text.strip() == "auto":
         if card_bytes <= 0:
-            raise BudgetError("--budget auto needs a GPU in the trace, and this one has none: give MiB", text=text)
+            raise BudgetError(f"{option} auto needs a GPU in the trace, and this one has none: give MiB", text=text)
         if margin_bytes >= card_bytes:
             raise BudgetError(
-                f"--budget auto: the margin of {mib(margin_bytes)} leaves nothing of the card's {mib(card_bytes)}",
+                f"{option} auto: the margin of {mib(margin_bytes)} leaves nothing of the card's {mib(card_bytes)}",
                 text=text,
             )
         return card_bytes - margin_bytes
-    amount = _parse_amount(text, "--budget")
+    amount = _parse_amount(text, option)
     if amount < MIB:
         raise BudgetError(
-            f"--budget {text} is under 1 MiB; was GiB meant? A bare number is MiB, and 29.6GiB is exact", text=text
+            f"{option} {text} is under 1 MiB; was GiB meant? A bare number is MiB, and 29.6GiB is exact", text=text
         )
     if amount > LARGEST_MIB * MIB:
         raise BudgetError(
-            f"--budget {text} is over 2^24 MiB (16 TiB); were bytes meant? A bare number is MiB"
+            f"{option} {text} is over 2^24 MiB (16 TiB); were bytes meant? A bare number is MiB"
             + (f": {text.strip()} bytes are {mib(int(text))}" if text.strip().isdigit() else ""),
             text=text,
         )
@@ -88,15 +88,15 @@ def parse_limit(option: str, value: float, *, zero: bool) -> float:
     return value
 
 
-def parse_delta(text: str) -> float:
+def parse_delta(text: str, option: str = "--delta") -> float:
     """``--delta``: a finite multiple, 0 or more, of the reference error. Raises BudgetError."""
     try:
         delta = float(text)
     except ValueError:
         hint = "; it is a multiple of the reference error, not a percentage" if "%" in text else ""
-        raise BudgetError(f"--delta {text} is not a number{hint}", text=text) from None
+        raise BudgetError(f"{option} {_shown(text)} is not a number{hint}", text=text) from None
     if not math.isfinite(delta) or delta < 0:
-        raise BudgetError(f"--delta {text} must be a finite number, 0 (no lossy units) or more", text=text)
+        raise BudgetError(f"{option} {_shown(text)} must be a finite number, 0 (no lossy units) or more", text=text)
     return delta + 0.0
 
 
@@ -109,7 +109,8 @@ def _parse_amount(text: str, option: str) -> int:
     match = _AMOUNT.fullmatch(text)
     if match is None:
         raise BudgetError(
-            f"{option} {text} is not an amount of memory: write MiB as a plain number (30318), or 30318MiB, 29.6GiB",
+            f"{option} {_shown(text)} is not an amount of memory: write MiB as a plain number (30318), or 30318MiB, "
+            "29.6GiB",
             text=text,
         )
     number, unit = Fraction(match["number"]), match["unit"].lower()
@@ -124,3 +125,7 @@ def _parse_amount(text: str, option: str) -> int:
             text=text,
         )
     raise BudgetError(f"{option} {text}: unknown unit '{match['unit']}' (MiB or GiB; a bare number is MiB)", text=text)
+
+
+def _shown(text: str) -> str:
+    return text if text.strip() else "''"

@@ -15,6 +15,22 @@ class OutputFileError(HiloreError):
     """A file cannot be written. Attributes: ``path``."""
 
 
+def refuse_unwritable(*paths: str | Path) -> None:
+    """Raise OutputFileError for a path that is a folder or lies in what is none or is closed to writing.
+
+    For asking before work that takes minutes; what goes wrong later is still an error then.
+    """
+    for path in map(Path, paths):
+        # os.path and not pathlib, which raises for a folder that may not be looked into
+        if os.path.isdir(path):
+            raise OutputFileError(f"{path}: cannot be written: is a folder", path=str(path))
+        folder = next(folder for folder in path.absolute().parents if os.path.exists(folder))
+        if not os.path.isdir(folder):
+            raise OutputFileError(f"{path}: cannot be written: {folder} is not a folder", path=str(path))
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise OutputFileError(f"{path}: cannot be written: no permission to write in {folder}", path=str(path))
+
+
 def replace_file(path: str | Path, text: str) -> None:
     """Write ``text`` beside ``path``, then put it in its place; its folder is made where it is missing.
 

@@ -17,7 +17,7 @@ def frontier_budgets(texts: Sequence[str] | None, trace: Trace, *, delta: float)
     """``--budgets`` in bytes, ascending; without it the default ones. Raises BudgetError as ``--budget`` does."""
     if not texts:
         return default_budgets(trace, delta=delta)
-    found = {parse_budget(word, card_bytes=trace.card_bytes) for word in _words("--budgets", texts)}
+    found = {parse_budget(word, card_bytes=trace.card_bytes, option="--budgets") for word in _words("--budgets", texts)}
     return tuple(sorted(found))
 
 
@@ -25,7 +25,7 @@ def frontier_deltas(texts: Sequence[str] | None) -> tuple[float, ...]:
     """``--deltas``, ascending. Raises BudgetError as ``--delta`` does."""
     if not texts:
         return DELTAS
-    return tuple(sorted({parse_delta(word) for word in _words("--deltas", texts)}))
+    return tuple(sorted({parse_delta(word, "--deltas") for word in _words("--deltas", texts)}))
 
 
 def plot_path(path: str | None) -> str | None:
@@ -39,5 +39,6 @@ def _words(option: str, texts: Sequence[str]) -> list[str]:
     """``7000,8000`` and ``7000 --budgets 8000`` alike."""
     found = [word.strip() for text in texts for word in text.split(",")]
     if not all(found):
-        raise BudgetError(f"{option} {','.join(texts)}: an empty entry; separate them by single commas", text=texts[0])
+        given = ",".join(texts) or "''"
+        raise BudgetError(f"{option} {given}: an empty entry; separate them by single commas", text=texts[0])
     return found

@@ -3,15 +3,17 @@
 ``ERRORS``: relative L2 error of the update's gradient in percent with every layer's unit of that kind at L, the worse
 of two runs (all other units kept exactly; all others recomputed from what is decoded). Measured by
 ``python -m bench prior`` on SmolLM2-135M in float32; docs/measurements/prior.md has the table with its setting.
-A plan solved from it says ``calibrated: false``.
+Other codecs are estimated from these (planner/codec_law.py). A plan solved from it says ``calibrated: false``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hilore.planner.codec_law import estimated_error
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Bucket, Calibration, UnitRisk
+from hilore.runtime.eligibility import unsuitable
 
 ERRORS: dict[str, dict[str, float]] = {
     "gate": {"int8-g128": 1.337, "int8-g64": 1.192, "fp8-e4m3": 3.454, "int4-g64": 20.904},
@@ -19,6 +21,14 @@ ERRORS: dict[str, dict[str, float]] = {
     "attention": {"int8-g128": 0.967, "int8-g64": 0.848, "fp8-e4m3": 3.046, "int4-g64": 15.673},
     "o": {"int8-g128": 0.825, "int8-g64": 0.598, "fp8-e4m3": 1.270, "int4-g64": 8.786},
     "v": {"int8-g128": 1.205, "int8-g64": 0.766, "fp8-e4m3": 2.816, "int4-g64": 13.079},
+}
+# What is offered where model.yaml names no codecs: none is beaten by another in bytes, error and time at once.
+# 6 to 10 bits are where the choice lies; plain int8 is the fastest.
+_CENTRED = tuple(f"int{bits}-g32-s8-cm-h64" for bits in (10, 8, 7, 6))
+_NOT_CENTRED = tuple(f"int{bits}-g32-s8-h64" for bits in (10, 8, 7, 6))
+DEFAULT_CODECS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gate", "up", "attention", "o"), ("int8-g64", *_CENTRED)),
+    "v": ("int8-g64", *_NOT_CENTRED),
 }
 # Another model's weights and batches moved the figures by up to a quarter (docs/measurements/prior.md).
 MARGIN = 1.25
@@ -33,13 +43,32 @@ ASSUMED_FREQUENCIES = (0.25, 0.25, 0.25, 0.25)
 
 
 def prior_codecs(kind: str, allowed: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Codecs that the prior knows for a unit kind, restricted to those that model.yaml allows (None: all)."""
-    return tuple(codec for codec in ERRORS.get(kind, {}) if allowed is None or codec in allowed)
+    """Codecs to offer to a unit kind: the default ones (``allowed`` None), or those of ``allowed`` whose error on it is
+    known or can be estimated, and which suit it."""
+    if allowed is None:
+        return DEFAULT_CODECS.get(kind, ())
+    return tuple(codec for codec in allowed if prior_error(kind, codec) is not None)
+
+
+def prior_error(kind: str, codec: str) -> float | None:
+    """Percent of the gradient's norm with every layer's unit of this kind at L, without margin; None for what is not
+    to be offered."""
+    measured = ERRORS.get(kind)
+    if measured is None or unsuitable(kind, codec):
+        return None
+    return measured.get(codec) or estimated_error(measured, codec)
 
 
 def calibration_from_prior(spec: ModelSpec, bucket: Bucket) -> Calibration:
-    """The prior as a Calibration: kappa2 for every unit and codec that the prior knows."""
-    return calibration_from_errors(spec, bucket, ERRORS, source="prior")
+    """The prior as a Calibration: kappa2 for every unit and codec that the bucket offers."""
+    errors: dict[str, dict[str, float]] = {}
+    for region_class in bucket.classes:
+        for unit in region_class.units:
+            for cost in unit.codecs:
+                error = prior_error(unit.kind, cost.codec)
+                assert error is not None, (unit.kind, cost.codec)
+                errors.setdefault(unit.kind, {})[cost.codec] = error
+    return calibration_from_errors(spec, bucket, errors, source="prior")
 
 
 def calibration_from_errors(

@@ -38,7 +38,7 @@ from hilore.planner.spec_types import (
     Resident,
 )
 from hilore.planner.yaml_lines import Document, Problem, parse_yaml, place
-from hilore.runtime.codecs import CODEC_NAMES
+from hilore.runtime.codecs import CODEC_NAMES, codec_problem
 from hilore.runtime.errors import HiloreError
 
 __all__ = [
@@ -263,7 +263,7 @@ def _read_codecs(document: Document, problems: list[Problem]) -> tuple[str, ...]
         return ()
     for index, codec in enumerate(codecs):
         line = document.line("codecs", index)
-        if codec not in CODEC_NAMES:
+        if codec_problem(codec):
             problems.append(Problem(line, unknown_value("a codec", codec, CODEC_NAMES)))
         elif codec in codecs[:index]:
             problems.append(Problem(line, f"codec '{codec}' is named twice"))

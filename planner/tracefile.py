@@ -77,7 +77,7 @@ def _parse(text: str, path: str | Path) -> dict[str, Any]:
     try:
         data: Any = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        text = f"{path}:{error.lineno}: not valid JSON (cut short?): {error.msg}"
+        text = f"{path}:{error.lineno}: not valid JSON (cut short?): {error.msg}; trace again, or name another --trace"
         raise TraceFileError(text, path=str(path)) from None
     except ValueError as error:
         raise TraceFileError(f"{path}: {error}", path=str(path)) from None

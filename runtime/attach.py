@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from torch import nn
 
+from hilore.runtime.agreement import TIMEOUT_S, agreement_for, same_plans
 from hilore.runtime.bind import (
     BindReport,
     bind_regions,
@@ -24,6 +25,7 @@ from hilore.runtime.plan import Plan
 from hilore.runtime.planfile import PlanSet
 from hilore.runtime.region import RegionBinding
 from hilore.runtime.runtime import Runtime
+from hilore.runtime.sharded import ranks_of, refuse_mixtures, refuse_nested
 
 
 @overload
@@ -40,6 +42,8 @@ def attach(
     dry_run: Literal[False] = False,
     accept: tuple[str, ...] = (),
     audit_every: int | None = None,
+    agree: Any = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Runtime: ...
 
 
@@ -50,18 +54,26 @@ def attach(
     dry_run: bool = False,
     accept: tuple[str, ...] = (),
     audit_every: int | None = None,
+    agree: Any = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Runtime | BindReport:
     """Install ``plans`` on ``model`` and turn them on; the model keeps its module names and its state_dict.
 
-    accept: fingerprint fields whose difference is only noted in ``stats.accepted``.
+    accept: fingerprint fields whose difference is only noted in ``stats.accepted``; ``"plans"``: ranks of
+    torch.distributed may have different plans (else attach is collective over the ranks that train this model).
     audit_every: of microbatches that run through ``microbatch.audited``, compare the first and every so many-th with
     its exact run (runtime/audit.py); None: none.
+    agree: ranks choose alike, by the largest exposure of all: True, or a process group with a CPU backend. None: only
+    where replays of this model's regions issue collectives (tensor parallelism); False: never.
+    timeout_s: how long ranks wait for each other, here and under an agreement.
     dry_run: report what would bind and what would be refused; the model stays untouched.
-    Raises BindError, FingerprintError, UnsupportedModelError; then nothing was installed.
+    Raises BindError, FingerprintError, AgreementError, UnsupportedModelError; then nothing was installed.
     """
     plan_set = plans if isinstance(plans, PlanSet) else PlanSet(tuple(plans))
     if dry_run:
         return _report(model, plan_set, accept)
+    if "plans" not in accept:
+        same_plans(plan_set, ranks_of(model), timeout_s)
     regions, accepted = _bind(model, plan_set, accept)
     runtime = Runtime(model, plan_set, regions)
     runtime.stats.accepted = accepted
@@ -69,6 +81,9 @@ def attach(
     runtime.audit_every = _at_least_one(audit_every)
     for line in accepted:
         notice(line)
+    runtime.agreement, reason = agreement_for(model, regions, agree, timeout_s)
+    if reason:
+        notice(f"{reason}: before every forward ranks agree on one choice, and replays run to their end")
     try:
         install(runtime)
     except BaseException:
@@ -92,11 +107,14 @@ def _bind(
     refuse_foreign_hooks(type(model).__name__)
     refuse_attached(model)
     refuse_unsupported(model)
+    refuse_mixtures(model)
     found = model_fingerprint(model)
     if checkpointable_names(model):
         found["region_grain"] = "layer"  # what installing on Hugging Face's own switch gives
     lines = [line for plan in plans.plans for line in check_fingerprint(plan.fingerprint, found, accept)]
-    return bind_regions(model, first), tuple(dict.fromkeys(lines))
+    regions = bind_regions(model, first)
+    refuse_nested(regions)
+    return regions, tuple(dict.fromkeys(lines))
 
 
 def _report(model: nn.Module, plans: PlanSet, accept: tuple[str, ...]) -> BindReport:

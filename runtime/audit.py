@@ -85,8 +85,9 @@ def audited_loss(
     """``step()``'s loss, run under the plan, as control and exactly; the exact gradients are in ``.grad`` already.
 
     ``step``: forward and loss of one microbatch, repeatable. ``choice_of``: the choice that its forward ran under.
-    The loss that is returned has the exact value; its backward adds nothing more. Raises UnsupportedModelError for
-    DistributedDataParallel, and in that backward if the loss was scaled after it was returned.
+    The loss that is returned has the exact value; its backward adds nothing more. Under FSDP2 it is compared where
+    every rank's plan encodes something. Raises UnsupportedModelError for DistributedDataParallel, and in that backward
+    if the loss was scaled after it was returned.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _refuse(model)
@@ -94,7 +95,10 @@ def audited_loss(
     before = [_to_host(parameter.grad) for parameter in trainable]
     planned, loss = _gradients(trainable, step)
     choice = choice_of()
-    if choice is not None and choice.plan is not None and choice.plan.count("L") and not choice.demoted:
+    encodes = choice is not None and choice.plan is not None and choice.plan.count("L") > 0 and not choice.demoted
+    if _on_every_rank(encodes, trainable[0]):
+        assert choice is not None
+        assert choice.plan is not None
         choice.demoted = choice.control = True
         random.restore()
         control, _ = _gradients(trainable, step)
@@ -150,6 +154,13 @@ def _distance(left: list[Tensor | None], right: list[Tensor | None]) -> float:
         if values:
             total += float((values[0] - values[1] if len(values) == 2 else values[0]).square().sum())
     return total
+
+
+def _on_every_rank(encodes: bool, parameter: Tensor) -> bool:
+    """Whether the further runs are worth it on all ranks that hold a shard: each run gathers, so all run or none."""
+    if not hasattr(parameter, "to_local"):
+        return encodes
+    return _over_ranks([float(not encodes)], parameter) == [0.0]
 
 
 def _over_ranks(sums: list[float], parameter: Tensor) -> list[float]:

@@ -45,6 +45,10 @@ class UnsupportedModelError(BindError):
     """The model contains something that a plan cannot work with; the message names the setting to change."""
 
 
+class AgreementError(BindError):
+    """Ranks have different plans, or one did not come. Attributes: ``plans`` or ``missing`` (ranks)."""
+
+
 class ExposureError(HiloreError):
     """A loss coefficient is NaN or infinite, or an input it needs is missing."""
 

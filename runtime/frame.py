@@ -137,7 +137,8 @@ class Frame:
         finally:
             self.record = None
         if action.kept:
-            record.keep(result, action.codec, self._compute_dtype() if action.codec is not None else None)
+            dtype = self._compute_dtype() if action.codec is not None else None
+            record.keep(result, action.codec, dtype, self.choice)
         else:
             record.watch_output(result)
         if record.may_draw or kwargs.get("dropout"):
@@ -295,5 +296,5 @@ class Frame:
 
     def _count_down(self) -> None:
         self._pending -= 1
-        if self._pending == 0:
+        if self._pending == 0 and not self.choice.whole_replays:
             raise _EndOfReplay

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hilore.runtime.agreement import Wanted
 from hilore.runtime.audit import audited_loss
 from hilore.runtime.errors import ExposureError
-from hilore.runtime.exposure import exposure_before_forward, normalised_exposure
+from hilore.runtime.exposure import exposure_before_forward, normalised_exposure, token_magnitudes
 from hilore.runtime.loss_kinds import resolve
 from hilore.runtime.notice import notice
 from hilore.runtime.nullskip import agree_on_null, null_loss, refuse_skipping
 from hilore.runtime.region import Choice
 from hilore.runtime.stats import StepStats
+from hilore.runtime.tokenweights import token_weights
 
 if TYPE_CHECKING:
     from hilore.runtime.runtime import Runtime
@@ -35,6 +37,7 @@ class Microbatch:
         loss: Any,
         skip_null: bool = False,
         group: Any = None,
+        prompt_mask: torch.Tensor | None = None,
     ) -> None:
         self._runtime = runtime
         self._loss = resolve(loss if loss is not None else runtime.plans.plans[0].loss)
@@ -42,6 +45,8 @@ class Microbatch:
         self._mask = mask
         self._old_logps = old_logps
         self._ref_logps = ref_logps
+        self._logps = logps
+        self._prompt_mask = prompt_mask
         self.exposure = exposure_before_forward(
             self._loss, advantages, mask, logps=logps, old_logps=old_logps, ref_logps=ref_logps
         )
@@ -105,20 +110,38 @@ class Microbatch:
         return audited_loss(runtime.model, lambda: self.choice, runtime.stats.audit, once)
 
     def resolve(self, tokens: int, rows: int, *, masked: bool | None = None) -> Choice:
-        """The choice of this microbatch: made when its first region runs, and again for a larger forward after it."""
-        if self.choice is None or tokens > self._tokens or rows > self._rows:
-            exposure = max(self.exposure, self.exact_exposure or 0.0)
-            columns = self._mask.numel() if self._mask.dim() > 1 else None
+        """The choice of this microbatch: made when its first region runs, and again for a larger forward after it.
+
+        Under an agreement (runtime/agreement.py) every forward takes the largest figures of all ranks.
+        """
+        exposure = max(self.exposure, self.exact_exposure or 0.0)
+        columns = self._mask.numel() if self._mask.dim() > 1 else None
+        wanted = self._runtime.agreed(Wanted(exposure, tokens, rows, columns, masked))
+        if self.choice is None or wanted.tokens > self._tokens or wanted.rows > self._rows:
             self.choice, self.fallback = self._runtime.choose(
-                exposure, tokens, rows, completions=columns, masked=masked
+                wanted.exposure, wanted.tokens, wanted.rows, completions=wanted.completions, masked=wanted.masked
             )
-            self._tokens, self._rows = tokens, rows
+            self._tokens, self._rows = wanted.tokens, wanted.rows
+            if self.choice.weighs_tokens:
+                self._weigh(self.choice, tokens, rows)
         return self.choice
+
+    def _weigh(self, choice: Choice, tokens: int, rows: int) -> None:
+        """Tell the choice what its tokens weigh; where that cannot be said, its planned error does not hold either."""
+        magnitudes = token_magnitudes(
+            self._loss, self._advantages, self._mask, self._logps, self._old_logps, self._ref_logps
+        )
+        choice.tokens = token_weights(magnitudes, self._mask, tokens, self._prompt_mask)
+        if choice.tokens is None or choice.tokens.rows != rows:
+            choice.tokens = None
+            choice.demoted = True
+            self.fallback = "rows are not prompt and completion side by side, so tokens have no weights"
 
     def confirm(self, logps: torch.Tensor) -> float:
         """Exact exposure from the log-probs of the forward [B, T]; demotes the L units if it is above the plan's.
 
-        Returns the exact exposure. The gradients of a demoted microbatch are exact.
+        Returns the exact exposure. The gradients of a demoted microbatch are exact. Under an agreement this is
+        collective, and the largest exposure of all ranks decides.
         """
         self.exact_exposure = normalised_exposure(
             self._loss,
@@ -128,10 +151,12 @@ class Microbatch:
             old_logps=self._old_logps,
             ref_logps=self._ref_logps,
         )
-        choice = self.choice
+        choice, largest = self.choice, self.exact_exposure
+        if self._runtime.agreement is not None:
+            largest = self._runtime.agreement.largest_exposure(largest)
         if choice is None or choice.plan is None or choice.demoted:
             return self.exact_exposure
-        if self.exact_exposure > choice.plan.regime.exposure_high and choice.plan.count("L"):
+        if largest > choice.plan.regime.exposure_high and choice.plan.count("L"):
             choice.demoted = True
             self._runtime.stats.demotions += 1
         return self.exact_exposure

@@ -69,6 +69,25 @@ class PlanSet:
         in_bucket = self._bucket(tokens, rows, completions, masked)
         return in_bucket[-1] if in_bucket else None
 
+    def why_not_covered(self, tokens: int, rows: int, completions: int | None) -> str:
+        """Why no plan was made for a microbatch that none covers, and what to change."""
+        replayed = "it runs with every unit recomputed"
+        if self.highest(tokens, rows) is None:
+            return (
+                f"A microbatch of {rows} x {tokens} tokens is larger than any plan was made for; {replayed}. Add its "
+                "length to batch.length_buckets and solve again"
+            )
+        if self.highest(tokens, rows, completions=completions) is None:
+            return (
+                f"A microbatch of {rows} x {tokens} tokens has {completions} loss columns, more than any plan for it "
+                f"was made for; {replayed}. Raise batch.response_tokens, then trace and solve again"
+            )
+        return (
+            f"A microbatch of {rows} x {tokens} tokens comes with an attention mask (padding, or several sequences in "
+            f"a row), and its plans were made without one; {replayed}. Trace with the batch.microbatch that trains "
+            "(one row alone has no padding), then solve again"
+        )
+
     def _bucket(self, tokens: int, rows: int, completions: int | None, masked: bool | None) -> list[Plan]:
         """Plans of the smallest bucket that covers the microbatch, by exposure."""
         for bucket in self.buckets:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from hilore.runtime.agreement import Agreement, Wanted
 from hilore.runtime.ambient import takes_mask, tensors_in
 from hilore.runtime.audit import AuditLog
 from hilore.runtime.bind import refuse_foreign_hooks, same_units
@@ -27,6 +29,7 @@ from hilore.runtime.notice import notice
 from hilore.runtime.plan import Plan
 from hilore.runtime.planfile import PlanSet
 from hilore.runtime.region import Choice, RegionActions, RegionBinding, compile_plan
+from hilore.runtime.sharded import ShardingWatch
 from hilore.runtime.stats import Stats
 
 
@@ -42,6 +45,9 @@ class Runtime:
         self.attached = True
         self.audit_every: int | None = None
         self.accept: tuple[str, ...] = ()
+        self.agreement: Agreement | None = None
+        self._alarm = False
+        self._sharding = ShardingWatch(model, regions)
         self._audit_calls = 0
         self._index = {region.name: place for place, region in enumerate(regions)}
         self._compiled: dict[int, tuple[Plan, dict[str, RegionActions]]] = {}
@@ -63,16 +69,18 @@ class Runtime:
         *,
         skip_null: bool = False,
         group: Any = None,
+        prompt_mask: torch.Tensor | None = None,
     ) -> Microbatch:
         """Context of one forward: its exposure chooses the plan.
 
         advantages [B] or [B, T], mask and the log-probs [B, T] (T response tokens), any float dtype. ``loss`` is a
         kind, a LossSpec or a VerlLoss, None the plan's own. ``skip_null``: where each coefficient is 0 on every rank of
         ``group`` (collective under torch.distributed), ``.null`` is True and ``.null_loss()`` stands for forward and
-        backward, which may be left out. Raises ExposureError for NaN or infinite coefficients, UnsupportedModelError
+        backward, which may be left out. ``prompt_mask`` [B, P]: 0 at the prompts' padding, for codecs that give tokens
+        bits by their weight. Raises ExposureError for NaN or infinite coefficients, UnsupportedModelError
         for ``skip_null`` under wrappers that reduce gradients later.
         """
-        return Microbatch(self, advantages, mask, logps, old_logps, ref_logps, loss, skip_null, group)
+        return Microbatch(self, advantages, mask, logps, old_logps, ref_logps, loss, skip_null, group, prompt_mask)
 
     def audit_due(self) -> bool:
         """Whether this audited microbatch is compared with its exact run: the first, and every ``audit_every``-th."""
@@ -181,7 +189,7 @@ class Runtime:
         if highest is None:
             self.stats.over_length += 1
             if self.stats.over_length == 1:
-                notice(self._why_not_covered(tokens, rows, completions))
+                notice(self.plans.why_not_covered(tokens, rows, completions))
             return Choice(None, {}, self.stats, demoted=False), "over_length"
         if exposure is None:
             return self._choice(highest, demoted=True), "no exposure given"
@@ -189,7 +197,7 @@ class Runtime:
         assert plan is not None
         above = exposure > plan.regime.exposure_high
         self.stats.over_exposure += above
-        if self.stats.audit.alarm:
+        if self._alarm or self.stats.audit.alarm:
             return self._choice(plan, demoted=True), "audit alarm"
         return self._choice(plan, demoted=above), "exposure above every regime" if above else ""
 
@@ -243,7 +251,10 @@ class Runtime:
         if microbatch is not None:
             self._forward = microbatch.resolve(tokens, rows, masked=takes_mask(inputs))
         else:
-            self._forward, _ = self.choose(None, tokens, rows, masked=takes_mask(inputs))
+            wanted = self.agreed(Wanted(None, tokens, rows, None, takes_mask(inputs)))
+            self._forward, _ = self.choose(wanted.exposure, wanted.tokens, wanted.rows, masked=wanted.masked)
+        self._forward.whole_replays = self.agreement is not None
+        self._sharding.forward_begins(self._forward.plan)
         plan = self._forward.plan
         planned = plan.fingerprint.get("first_input_requires_grad") if plan is not None else None
         if (
@@ -260,6 +271,14 @@ class Runtime:
                 found=hidden.requires_grad,
             )
 
+    def agreed(self, wanted: Wanted) -> Wanted:
+        """The largest of the ranks' figures where they are to choose alike, else this rank's own."""
+        if self.agreement is None:
+            return wanted
+        found = self.agreement.largest(replace(wanted, alarm=self.stats.audit.alarm))
+        self._alarm = found.alarm
+        return found
+
     def _actions(self, plan: Plan) -> dict[str, RegionActions]:
         known = self._compiled.get(id(plan))
         if known is None:
@@ -270,24 +289,6 @@ class Runtime:
 
     def _choice(self, plan: Plan, demoted: bool) -> Choice:
         return Choice(plan, self._actions(plan), self.stats, demoted)
-
-    def _why_not_covered(self, tokens: int, rows: int, completions: int | None) -> str:
-        replayed = "it runs with every unit recomputed"
-        if self.plans.highest(tokens, rows) is None:
-            return (
-                f"A microbatch of {rows} x {tokens} tokens is larger than any plan was made for; {replayed}. Add its "
-                "length to batch.length_buckets and solve again"
-            )
-        if self.plans.highest(tokens, rows, completions=completions) is None:
-            return (
-                f"A microbatch of {rows} x {tokens} tokens has {completions} loss columns, more than any plan for it "
-                f"was made for; {replayed}. Raise batch.response_tokens, then trace and solve again"
-            )
-        return (
-            f"A microbatch of {rows} x {tokens} tokens comes with an attention mask (padding, or several sequences in "
-            f"a row), and its plans were made without one; {replayed}. Trace with the batch.microbatch that trains "
-            "(one row alone has no padding), then solve again"
-        )
 
     def _refuse_switch(self) -> None:
         if self._forward is not None:

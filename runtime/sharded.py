@@ -16,9 +16,15 @@ from torch import nn
 
 from hilore.runtime.errors import UnsupportedModelError
 from hilore.runtime.naming import canonical_names
+from hilore.runtime.notice import notice
+from hilore.runtime.plan import Plan
 from hilore.runtime.region import RegionBinding
 
 FSDP1, FSDP2 = "fsdp1", "fsdp2"
+_USE_FSDP2 = (
+    "Shard with fully_shard (accelerate: fsdp_version 2, verl: strategy fsdp2) and set parallel.kind: fsdp2 in "
+    "model.yaml"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +73,62 @@ def whole_parameters(model: nn.Module) -> Iterator[WholeParameter]:
             yield WholeParameter(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
 
 
-def refuse_sharding(model: nn.Module, regions: tuple[RegionBinding, ...]) -> None:
-    """Raise UnsupportedModelError for an FSDP1 unit inside of a region, or one that holds frozen and trained ones."""
-    for region in regions:
-        for name, module in region.module.named_modules():
-            if name and sharding_kind(module) == FSDP1:
-                raise UnsupportedModelError(
-                    f"{region.name}.{name}: an FSDP1 unit inside of a region, which every replay would gather again. "
-                    "Wrap whole decoder layers (accelerate: fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP); for LoRA "
-                    "shard with fully_shard (accelerate: fsdp_version 2, verl: strategy fsdp2)",
-                    unit=region.name,
-                )
+def refuse_mixtures(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for an FSDP1 unit whose flat parameter holds frozen and trained parameters."""
     for name, module in model.named_modules():
         if sharding_kind(module) == FSDP1 and _mixes(module):
             where = canonical_names(model)[name] or type(model).__name__
             raise UnsupportedModelError(
                 f"{where}: its flat parameter (FSDP1) holds frozen and trained parameters, so that gradients are made "
-                "of all of them and other tensors are saved than were traced. Shard with fully_shard (accelerate: "
-                "fsdp_version 2, verl: strategy fsdp2) and set parallel.kind: fsdp2",
+                f"of all of them and other tensors are saved than were traced. {_USE_FSDP2}",
                 unit=where,
+            )
+
+
+def refuse_nested(regions: tuple[RegionBinding, ...]) -> None:
+    """Raise UnsupportedModelError for an FSDP1 unit inside of a region."""
+    for region in regions:
+        for name, module in region.module.named_modules():
+            if name and sharding_kind(module) == FSDP1:
+                raise UnsupportedModelError(
+                    f"{region.name}.{name}: an FSDP1 unit inside of a region, which every replay would gather again. "
+                    "Wrap whole decoder layers (accelerate: fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP). For LoRA: "
+                    f"{_USE_FSDP2[0].lower()}{_USE_FSDP2[1:]}",
+                    unit=region.name,
+                )
+
+
+class ShardingWatch:
+    """Says once where FSDP does not run as a plan's peak takes it to run."""
+
+    def __init__(self, model: nn.Module, regions: tuple[RegionBinding, ...]) -> None:
+        self._model = model
+        self._regions = regions
+        self._looked_at_groups = False
+        self._sharded = False
+
+    def forward_begins(self, plan: Plan | None) -> None:
+        """``plan``: the one that this forward runs under. A model may be sharded after ``attach``, not after this."""
+        if not self._looked_at_groups:
+            self._looked_at_groups = True
+            self._sharded = model_sharding(self._model) != ""
+            self._note_groups()
+        planned = plan.fingerprint.get("gradient_sync") if plan is not None else None
+        if self._sharded and planned == "every_microbatch" and not reduces_gradients(self._model):
+            self._sharded = False
+            notice(
+                "gradients of this microbatch are not reduced (no_sync, set_requires_gradient_sync(False)), so they "
+                "stay unsharded, but the plan was made for parallel.gradient_sync: every_microbatch; its predicted "
+                "peak does not hold. Set gradient_sync: last_microbatch in model.yaml, trace and solve again, or "
+                "reduce in every microbatch (accelerate: sync_each_batch)"
+            )
+
+    def _note_groups(self) -> None:
+        lone = shared_groups(self._model, self._regions)
+        if lone:
+            notice(
+                f"{lone} is no FSDP unit of its own, but the plan's peak takes every decoder layer for one; the "
+                "predicted peak does not hold. Shard every decoder layer (accelerate: TRANSFORMER_BASED_WRAP)"
             )
 
 

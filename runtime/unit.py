@@ -9,9 +9,10 @@ asks), or the rest, such as a log-sum-exp (kept as it is).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from torch._subclasses import FakeTensor
 from hilore.runtime.adapter import Front, Known, front_modules
 from hilore.runtime.alias import is_placeholder, non_leaf_alias, placeholder
 from hilore.runtime.ambient import RandomState, tensors_in
+from hilore.runtime.codecs.seeds import own_rank, rounding_seed
 from hilore.runtime.derive import Derivation, derivation_of
 from hilore.runtime.eligibility import role_of
 from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
@@ -29,6 +31,7 @@ from hilore.runtime.saved import Entry, Kept, Layout, Role, Watch
 
 if TYPE_CHECKING:
     from hilore.runtime.frame import Frame
+    from hilore.runtime.region import Choice
     from hilore.runtime.rerun import Sum
 
 
@@ -41,7 +44,8 @@ class UnitBinding:
     """A unit of the plan bound to the model. ``module`` runs the call (attention: the module that calls it).
 
     ``front``: of a linear with its adapter the modules that a replay may run although the unit is left out.
-    ``derivations`` and ``sums``: what earlier calls showed (runtime/derive.py, rerun.py).
+    ``derivations`` and ``sums``: what earlier calls showed (runtime/derive.py, rerun.py). ``encodings`` counts outputs
+    encoded since attach: stochastic rounding falls differently each time, and the same in every run.
     """
 
     name: str
@@ -50,6 +54,7 @@ class UnitBinding:
     derivations: Known
     front: tuple[nn.Module, ...] = ()
     sums: dict[tuple[Any, ...], Sum | None] = field(default_factory=dict)
+    encodings: Iterator[int] = field(default_factory=count)
 
     @classmethod
     def of(cls, name: str, kind: str, module: nn.Module) -> UnitBinding:
@@ -136,7 +141,7 @@ class UnitRecord:
         """Forward: run a module of the unit's front."""
         return self.front.run(module, call, x, self.roles)
 
-    def keep(self, result: Any, codec: str | None, compute_dtype: torch.dtype | None) -> None:
+    def keep(self, result: Any, codec: str | None, compute_dtype: torch.dtype | None, choice: Choice) -> None:
         """Store the output: encoded where the plan says so and it is an activation, else as it is."""
         output = self._output(result)
         if codec is not None and compute_dtype is not None:
@@ -146,7 +151,11 @@ class UnitRecord:
                 floor_bytes=ENCODE_FLOOR_BYTES,
                 parameters=self.unit.own_state(),
             )
-        self.kept = Kept(output, codec if self.encode_role == ACTIVATION else None)
+        if codec is None or self.encode_role != ACTIVATION:
+            self.kept = Kept(output, None)
+        else:
+            seed = rounding_seed(self.unit.name, next(self.unit.encodings), own_rank())
+            self.kept = Kept(output, codec, seed, choice.tokens)
 
     def watch_output(self, result: Any) -> None:
         """Note whether glue changes the output in place: its placeholder could not take that."""

@@ -16,6 +16,11 @@ import pytest
 
 from hilore.cli import main
 from hilore.planner.emit import SolveResult, solve_trace, write_plans
+from hilore.planner.frontier import smallest_feasible
+from hilore.planner.paired import Interval
+from hilore.planner.report_inputs import load_bench
+from hilore.planner.sidebyside import Measured, SideBySide
+from hilore.planner.sidebyside_model import ModelReport, Options
 from hilore.planner.spec import ModelSpec, spec_as_dict
 from hilore.planner.trace import Trace
 from hilore.planner.tracefile import load_trace, save_trace
@@ -352,9 +357,106 @@ def test_a_suggested_budget_fits_the_card_and_lies_above_gc() -> None:
     assert suggested_budget_mib(replace(found, card_bytes=gc_bytes)) == gc_bytes // MIB
 
 
+@pytest.mark.parametrize("delta", ["0", "1"])
+def test_at_a_mib_under_and_over_the_smallest_feasible_budget(run: Run, delta: str) -> None:
+    """To the byte it is C-36's; the command line takes MiB."""
+    save_trace(tiny_trace(), "tiny.trace.json")
+    smallest = smallest_feasible(tiny_trace(), delta=float(delta))
+    whole = -(-smallest // MIB)
+    code, out, err = run("solve", "--budget", str(whole - 1), "--delta", delta)
+    assert (code, out) == (4, "")
+    first, made_of = err.splitlines()
+    assert f"the smallest feasible budget is {whole} MiB ({smallest} bytes)" in first
+    assert first.endswith(f"use --budget {whole} or more")
+    assert made_of.startswith(f"{whole} MiB are made of: parameters 6,000.0 MiB + ")
+    assert not Path("plans").exists()
+    exact = f"{smallest / MIB:.30f}MiB"
+    for budget in (exact, str(whole), str(whole + 1)):
+        assert run("solve", "--budget", budget, "--delta", delta)[0] == 0
+        assert load_plan("plans/tiny.high.json").predicted.peak_bytes <= load_plan("plans/tiny.high.json").budget_bytes
+    under = f"{(smallest - 1) / MIB:.30f}MiB"
+    assert run("solve", "--budget", under, "--delta", delta)[0] == 4
+
+
+def test_an_output_that_cannot_be_written_is_said_before_the_work(
+    run: Run, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = fake_tracing(monkeypatch, tiny_trace())
+    save_trace(tiny_trace(), "tiny.trace.json")
+    Path("folder").mkdir()
+    here = Path().absolute()
+    for arguments, expected in (
+        (("trace", "model.yaml", "--out", "folder"), "folder: cannot be written: is a folder\n"),
+        (
+            ("trace", "model.yaml", "--out", "model.yaml/x.json"),
+            f"model.yaml/x.json: cannot be written: {here / 'model.yaml'} is not a folder\n",
+        ),
+        (
+            ("solve", "--budget", "9000", "--delta", "1", "--out", "model.yaml"),
+            f"model.yaml/plan.json: cannot be written: {here / 'model.yaml'} is not a folder\n",
+        ),
+        (("bench", "model.yaml", "--out", "folder"), "folder: cannot be written: is a folder\n"),
+    ):
+        assert run(*arguments) == (2, "", expected)
+    assert seen == []
+    assert list(Path("folder").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (
+            {"device": "{kind: cuda, gpu: l40s-48gb}"},
+            "model.yaml: device is l40s-48gb, which is not here, and policies",
+        ),
+        ({"parallel": "{kind: fsdp2, world_size: 2}"}, "model.yaml: parallel.kind is fsdp2, and policies are measured"),
+    ],
+)
+def test_bench_measures_only_what_runs_here(run: Run, tmp_path: Path, section: dict[str, str], expected: str) -> None:
+    spec_of(tmp_path, **section)
+    code, out, err = run("bench", "model.yaml")
+    assert (code, out) == (2, "")
+    assert err.startswith(expected)
+    assert not list(Path().glob("*.bench.json"))
+
+
+@pytest.mark.parametrize("breaches", [(), ("plan: measured peak 9 B is 1 B over",)])
+def test_bench_prints_and_stores_one_measurement(
+    run: Run, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, breaches: tuple[str, ...]
+) -> None:
+    """What it measures is tested in test_bench.py and test_sidebyside.py."""
+    seen: list[Options] = []
+
+    def measure(spec: ModelSpec, options: Options, progress: object) -> ModelReport:
+        seen.append(options)
+        nothing = Interval(0.0, 0.0, 0.0)
+        row = Measured("GC", "", 1000, nothing, nothing, MIB, None, None, "", True, 0.0, 0.0, (), {}, "")
+        result = SideBySide((row,), breaches, None, None, 32, 1, 1, 1, 10, 0, False, {})
+        return ModelReport(spec.name, "naive", 2, 32, 32, 2**11, 1.0, (), (), result, ())
+
+    monkeypatch.setattr("hilore.planner.sidebyside_model.measure_model", measure)
+    code, out, err = run("bench", "model.yaml", "--rounds", "1", "--grain", "unit", "--delta", "0", "--json")
+    assert (code, err) == (6 if breaches else 0, "")
+    data = json.loads(out)
+    assert len(out.splitlines()) == 1
+    assert data == json.loads(Path("tiny.bench.json").read_text()) | {"written": "tiny.bench.json"}
+    command = "hilore-plan bench model.yaml --rounds 1 --grain unit --delta 0 --json"
+    assert data["environment"]["command"] == command
+    assert [row["policy"] for row in data["models"][0]["result"]["rows"]] == ["GC"]
+    assert seen == [Options(rounds=1, grains=("unit",), deltas=(0.0,), command=command)]
+    code, out, _ = run("bench", "model.yaml", "--out", "deep/b.json")
+    assert code == (6 if breaches else 0)
+    assert out.splitlines()[-1] == "written: deep/b.json"
+    assert [f"BROKEN: {breach}" in out for breach in breaches] == [True] * len(breaches)
+    assert (seen[1].rounds, seen[1].grains, seen[1].deltas) == (15, None, (0.0, 1.0))
+    assert load_bench("deep/b.json").models[0].name == "tiny"
+
+
 def test_help_needs_neither_torch_nor_rich() -> None:
     code = "import sys; from hilore.cli import main; main(['--help']); print({'torch', 'rich'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
-    for command in ("trace", "solve", "show", "explain", "diff", "verify"):
+    for command in (
+        "trace", "solve", "calibrate", "show", "explain", "diff", "verify", "frontier", "bench", "report",
+    ):  # fmt: skip
         assert f"\n  {command} " in done.stdout

@@ -352,10 +352,12 @@ def test_on_the_command_line(
 @pytest.mark.parametrize(
     ("options", "code", "expected"),
     [
+        (["--deltas", ""], 2, "--deltas '': an empty entry; separate them by single commas\n"),
+        (["--out", "tiny.trace.json/f.csv"], 2, "tiny.trace.json/f.csv: cannot be written: "),
         (["--plot", "f.png"], 2, "--plot f.png: plots are SVG; write f.svg\n"),
         (["--budgets", "7000,,8000"], 2, "--budgets 7000,,8000: an empty entry; separate them by single commas\n"),
-        (["--budgets", "7000MB"], 2, "--budget 7000MB: people disagree on MB: "),
-        (["--deltas", "0,nan"], 2, "--delta nan must be a finite number, 0 (no lossy units) or more\n"),
+        (["--budgets", "7000MB"], 2, "--budgets 7000MB: people disagree on MB: "),
+        (["--deltas", "0,nan"], 2, "--deltas nan must be a finite number, 0 (no lossy units) or more\n"),
         (["--time-limit", "0"], 2, "--time-limit 0 must be a finite number above 0\n"),
         (["--budgets", "10", "--deltas", "0"], 4, "infeasible: no plan stays within 10.0 MiB; the smallest feasible"),
         (["--trace", "none.json"], 2, "none.json: no such file; make it with: hilore-plan trace model.yaml\n"),
@@ -385,6 +387,6 @@ def test_an_output_that_cannot_be_written_changes_nothing(
     Path("f.csv").write_text("earlier", encoding="utf-8")
     Path("f.svg").mkdir()
     options = ["--budgets", "9GiB", "--deltas", "0", "--no-rivals", "--out", "f.csv", "--plot", "f.svg"]
-    assert run(capsys, "frontier", *options) == (2, "", "f.svg: cannot be written: is a folder; nothing was changed\n")
+    assert run(capsys, "frontier", *options) == (2, "", "f.svg: cannot be written: is a folder\n")
     assert Path("f.csv").read_text(encoding="utf-8") == "earlier"
     assert folder_files() == ["f.csv", "f.svg", "tiny.trace.json"]

@@ -140,7 +140,7 @@ def test_a_path_in_the_file_is_beside_the_file(tmp_path: Path) -> None:
         ("precision: {autocast: true, params: float32, compute: float32}", "with autocast: true does nothing"),
         ("calibration: {source: rollouts}", "missing 'path' in calibration"),
         ("calibration: {source: prior, path: x}", "key 'path' in calibration is not used with source: prior"),
-        ("codecs: [int8-g128, int9-g128]", "a codec is 'int9-g128', expected one of"),
+        ("codecs: [int8-g128, int13-g128]", "a codec is 'int13-g128', expected one of"),
         ("codecs: [int8-g128, int8-g128]", "codec 'int8-g128' is named twice"),
         ("codecs: int8-g128", "codecs must be a list of codec names, found 'int8-g128'"),
         ("region_grain: layers", "region_grain is 'layers', expected one of layer, block; did you mean 'layer'?"),

@@ -51,8 +51,9 @@ class Codec(ABC):
         self.stored_raw = 0
 
     @abstractmethod
-    def encode(self, tensor: Tensor) -> Encoded:
-        """The payload of ``tensor`` (any shape and stride; bfloat16, float16, float32 or float64).
+    def encode(self, tensor: Tensor, seed: int = 0) -> Encoded:
+        """The payload of ``tensor`` (any shape and stride; bfloat16, float16, float32 or float64, lossless codecs any
+        dtype). ``seed`` decides how stochastic rounding falls (seeds.py); other codecs ignore it.
 
         Raises CodecRefused for a tensor that is not strided or not of these dtypes.
         """
@@ -68,6 +69,27 @@ class Codec(ABC):
     @abstractmethod
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Exact payload bytes for a tensor of this shape and dtype that is not stored raw."""
+
+    @abstractmethod
+    def encode_workspace_bytes(self, shape: Sequence[int], dtype: torch.dtype, device_type: str = "cpu") -> int:
+        """At most what ``encode`` allocates beside its payload, for a dense tensor."""
+
+    @abstractmethod
+    def decode_workspace_bytes(self, shape: Sequence[int], dtype: torch.dtype, device_type: str = "cpu") -> int:
+        """At most what ``decode`` allocates beside its result."""
+
+    def workspace_bytes(self, shape: Sequence[int], dtype: torch.dtype, device_type: str = "cpu") -> int:
+        """At most what one encode or one decode allocates beside payload and result."""
+        return max(
+            self.encode_workspace_bytes(shape, dtype, device_type),
+            self.decode_workspace_bytes(shape, dtype, device_type),
+        )
+
+    def error_bound(self, encoded: Encoded) -> Tensor:
+        """Per element the most by which this payload can be off, float64, in the decoded shape; zeros if lossless."""
+        self.check_encoded(encoded)
+        device = encoded.payload[0].device
+        return torch.empty_strided(encoded.shape, encoded.stride, dtype=torch.float64, device=device).zero_()
 
     def check_input(self, tensor: Tensor) -> None:
         if tensor.layout is not torch.strided:
@@ -132,14 +154,21 @@ def flat_view(dense: Tensor) -> Tensor:
     return dense.view(-1) if dense.is_contiguous() else dense.as_strided((dense.numel(),), (1,))
 
 
-def chunks_of(flat: Tensor) -> Iterator[Tensor]:
-    """Views of a flat tensor, CHUNK_ELEMENTS long but for the last."""
-    return (flat[start : start + CHUNK_ELEMENTS] for start in range(0, flat.numel(), CHUNK_ELEMENTS))
+def chunks_of(flat: Tensor, multiple: int = 1) -> Iterator[Tensor]:
+    """Views of a flat tensor, about CHUNK_ELEMENTS long: a multiple of ``multiple`` elements, but for the last."""
+    step = max(1, CHUNK_ELEMENTS // multiple) * multiple
+    return (flat[start : start + step] for start in range(0, flat.numel(), step))
 
 
 def decoded_stride(tensor: Tensor) -> tuple[int, ...]:
     """The stride that ``decode`` gives: the own one if dense, else dense in the same order of dimensions."""
     return tensor.stride() if is_dense(tensor) else torch.empty_like(tensor, device="meta").stride()
+
+
+def memory_order(tensor: Tensor) -> list[int]:
+    """Dimensions from the outermost to the innermost of the decoded tensor."""
+    stride = decoded_stride(tensor)
+    return sorted(range(tensor.dim()), key=lambda dim: (-stride[dim], dim))
 
 
 def memory_order_chunks(tensor: Tensor, multiple: int) -> Iterator[Tensor]:
@@ -148,9 +177,7 @@ def memory_order_chunks(tensor: Tensor, multiple: int) -> Iterator[Tensor]:
     Each is a multiple of ``multiple`` elements but the last, and about CHUNK_ELEMENTS long (or ``multiple`` slices
     of the outermost dimension where that is more).
     """
-    stride = decoded_stride(tensor)
-    order = sorted(range(tensor.dim()), key=lambda dim: (-stride[dim], dim))
-    rows = tensor.detach().permute(order)
+    rows = tensor.detach().permute(memory_order(tensor))
     if rows.dim() > 1:
         rows = _merge_outer(rows)
     inner = element_count(rows.shape[1:])

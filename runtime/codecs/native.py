@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hilore.runtime.codecs.reference import FORMATS, group_count
+from hilore.runtime.codecs.form import BLOCK, GroupForm
+from hilore.runtime.codecs.reference import salt_of, sampled_rows, thresholds
 from hilore.runtime.errors import HiloreWarning
 
 SOURCE = Path(__file__).with_name("kernels.c")
@@ -35,34 +36,110 @@ _WIDE = ("-mprefer-vector-width=512",) if platform.machine() in ("x86_64", "AMD6
 _ATTEMPTS = (("-march=native", *_WIDE, "-fopenmp"), ("-march=native", "-fopenmp"), ())
 
 
+# Elements that kernels.c handles at once.
+STEP = 32
+_KINDS = {"int": 0, "nf4": 1, "fp4": 1, "e4m3": 2, "e5m2": 3}
+_INT32 = (
+    "kind",
+    "bits",
+    "group",
+    "groups",
+    "shift",
+    "fine",
+    "asymmetric",
+    "rotated",
+    "stochastic",
+    "wide",
+    "levels",
+    "zero",
+    "threads",
+)
+
+
+class _Form(ctypes.Structure):
+    """Form of kernels.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("numel", "start", "channels")),
+        ("mean", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in _INT32),
+        ("salt", ctypes.c_uint32),
+        ("values", ctypes.c_float * 16),
+        ("thresholds", ctypes.c_float * 16),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class NativeKernels:
     """The loaded library. Bit for bit what reference.py computes, for bfloat16 and float32 on CPU."""
 
     library: ctypes.CDLL
 
-    def encode_groups(self, flat: Tensor, kind: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-        """As reference.encode_groups; ``flat`` contiguous."""
-        form, numel = FORMATS[kind], flat.numel()
-        codes = torch.empty(form.code_count(numel, group), dtype=form.code_dtype)
-        peaks = torch.empty(group_count(numel, group), dtype=flat.dtype)
-        function = getattr(self.library, f"encode_{kind}_{NATIVE_DTYPES[flat.dtype]}")
+    def encode(
+        self, flat: Tensor, mean: Tensor | None, form: GroupForm, salt: int, start: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As flat.encode_flat; ``flat`` contiguous."""
+        numel = flat.numel()
+        codes = torch.empty(form.code_bytes(numel), dtype=torch.uint8)
+        parameters = torch.empty(form.parameter_count(numel), dtype=form.parameter_dtype(flat.dtype))
+        function = getattr(self.library, f"encode_{NATIVE_DTYPES[flat.dtype]}")
         function.restype = ctypes.c_int64
-        bad = function(*_arguments(flat, codes, peaks, numel, group))
-        return codes, peaks, torch.full((1,), bad, dtype=torch.int64)
+        tiled = _tiled(mean)
+        described = _described(form, numel, flat.dtype, tiled, start, salt)
+        bad = function(ctypes.byref(described), *_pointers(flat, codes, parameters))
+        return codes, parameters, torch.full((1,), bad, dtype=torch.int64)
 
-    def decode_groups(self, codes: Tensor, peaks: Tensor, kind: str, group: int, numel: int) -> Tensor:
-        """As reference.decode_groups; ``codes`` and ``peaks`` contiguous."""
-        flat = torch.empty(numel, dtype=peaks.dtype)
-        function = getattr(self.library, f"decode_{kind}_{NATIVE_DTYPES[peaks.dtype]}")
+    def decode(
+        self, codes: Tensor, parameters: Tensor, mean: Tensor | None, form: GroupForm, numel: int, dtype: torch.dtype
+    ) -> Tensor:
+        """As flat.decode_flat; ``codes`` and ``parameters`` contiguous."""
+        flat = torch.empty(numel, dtype=dtype)
+        function = getattr(self.library, f"decode_{NATIVE_DTYPES[dtype]}")
         function.restype = None
-        function(*_arguments(codes, peaks, flat, numel, group))
+        tiled = _tiled(mean)
+        described = _described(form, numel, dtype, tiled, 0, 0)
+        function(ctypes.byref(described), *_pointers(codes, parameters, flat))
         return flat
 
+    def channel_mean(self, flat: Tensor, channels: int) -> Tensor:
+        """As reference.channel_mean; ``flat`` contiguous."""
+        mean = torch.empty(channels, dtype=flat.dtype)
+        rows = flat.numel() // channels
+        count = sampled_rows(rows)
+        function = getattr(self.library, f"mean_{NATIVE_DTYPES[flat.dtype]}")
+        function.restype = None
+        sizes = (ctypes.c_int64(size) for size in (channels, count, rows // count))
+        function(*_pointers(flat, mean), *sizes, ctypes.c_int(torch.get_num_threads()))
+        return mean
 
-def _arguments(first: Tensor, second: Tensor, third: Tensor, numel: int, group: int) -> tuple[object, ...]:
-    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (first, second, third))
-    return (*pointers, ctypes.c_int64(numel), ctypes.c_int64(group), ctypes.c_int(torch.get_num_threads()))
+
+def _tiled(mean: Tensor | None) -> Tensor | None:
+    """float32, repeated for one block more than its length, so that no block wraps around."""
+    if mean is None:
+        return None
+    repeats = -(-BLOCK // mean.numel()) + 1
+    return mean.float().repeat(repeats)[: mean.numel() + BLOCK].contiguous()
+
+
+def _described(form: GroupForm, numel: int, dtype: torch.dtype, mean: Tensor | None, start: int, salt: int) -> _Form:
+    wide = form.parameter_dtype(dtype) == torch.float32
+    zero = form.levels if form.kind == "int" and not form.asymmetric else 0
+    groups = BLOCK // form.group if form.group else 0
+    shift = (form.group // STEP).bit_length() - 1 if form.group else 0
+    numbers: list[int] = [_KINDS[form.kind], form.bits, form.group, groups, shift]
+    numbers += [form.fine_scales, form.asymmetric, form.rotated, form.stochastic, wide]
+    numbers += [form.levels, zero, torch.get_num_threads()]
+    described = _Form(numel, start, 1 if mean is None else mean.numel() - BLOCK, None, *numbers)
+    described.mean = None if mean is None else mean.data_ptr()
+    described.salt = salt_of(salt, start) & 0xFFFFFFFF
+    described.values[: len(form.book)] = form.book
+    limits = thresholds(form) if form.book else ()
+    described.thresholds[:] = (*limits, *[float("inf")] * (16 - len(limits)))
+    return described
+
+
+def _pointers(*tensors: Tensor) -> tuple[ctypes.c_void_p, ...]:
+    return tuple(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
 
 
 _lock = threading.Lock()

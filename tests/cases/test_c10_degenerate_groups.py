@@ -12,6 +12,17 @@ from hilore.runtime.codecs import CODEC_NAMES, get_codec
 from hilore.runtime.codecs.base import FLOAT_DTYPES
 
 LOSSY = [name for name in CODEC_NAMES if not get_codec(name).lossless]
+# Groups that know nothing of each other: no means of channels, no rotation, no scales shared by blocks.
+APART = [name for name in LOSSY if not any(option in name for option in ("-cm", "-h64", "-s8", "-oc"))]
+
+
+def within_bound(name: str, tensor: Tensor) -> bool:
+    codec = get_codec(name)
+    encoded = codec.encode(tensor)
+    decoded = codec.decode(encoded)
+    near = (decoded.double() - tensor.double()).abs() <= codec.error_bound(encoded)
+    same = decoded == tensor
+    return bool((near | same).all())
 
 
 def round_trip(name: str, tensor: Tensor) -> Tensor:
@@ -27,7 +38,9 @@ def test_constants_are_exact(name: str, dtype: torch.dtype) -> None:
             tensor = torch.full((size,), value, dtype=dtype)
             encoded = get_codec(name).encode(tensor)
             assert torch.equal(get_codec(name).decode(encoded), tensor), (value, size)
-            assert name == "exact-bf16" or not encoded.raw
+            # Sums of 64 of the largest numbers overflow: such tensors are stored raw.
+            large = abs(value) == info.max and ("-h64" in name or "-cm" in name)
+            assert encoded.raw <= (get_codec(name).lossless or large)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
@@ -44,9 +57,9 @@ def test_what_is_not_finite_comes_back_in_its_place(name: str, value: float, dty
         assert torch.equal(decoded.isnan(), view.isnan())
         assert torch.equal(decoded.isinf(), view.isinf())
         assert torch.equal(decoded.nan_to_num(), view.nan_to_num())
-        assert encoded.raw
-        assert codec.stored_raw == before + 1
-        assert encoded.nbytes == view.numel() * view.element_size()
+        assert codec.stored_raw == before + encoded.raw
+        assert encoded.raw or "-oc" in name, "an outlier channel is kept exactly"
+        assert not encoded.raw or encoded.nbytes == view.numel() * view.element_size()
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -56,8 +69,12 @@ def test_causal_masks(name: str) -> None:
     assert torch.equal(round_trip(name, infinite), infinite)
     for dtype in (torch.bfloat16, torch.float32):
         finite = torch.zeros(64, 64, dtype=dtype).masked_fill(above, torch.finfo(dtype).min)
-        assert torch.equal(round_trip(name, finite), finite)
-        assert not get_codec(name).encode(finite).raw
+        decoded = round_trip(name, finite)
+        assert bool(decoded.isfinite().all())
+        assert within_bound(name, finite)
+        if name in APART:
+            assert torch.equal(decoded, finite)
+            assert not get_codec(name).encode(finite).raw
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
@@ -78,6 +95,9 @@ def test_one_huge_outlier_stays_in_its_group(name: str, dtype: torch.dtype) -> N
     tensor[200] = torch.finfo(dtype).max
     decoded = round_trip(name, tensor)
     assert bool(torch.isfinite(decoded).all())
+    assert within_bound(name, tensor)
+    if name not in APART:
+        return
     assert decoded[200] == tensor[200]
     others = round_trip(name, tensor[:128])
     assert torch.equal(decoded[:128], others)
@@ -86,5 +106,6 @@ def test_one_huge_outlier_stays_in_its_group(name: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
 def test_a_tail_smaller_than_a_group(name: str) -> None:
-    tensor = torch.linspace(-1, 1, 257)
-    assert bool(((round_trip(name, tensor) - tensor).abs() <= 1 / 13).all())
+    for length in (1, 31, 33, 63, 65, 127, 255, 257, 300, 511):
+        assert within_bound(name, torch.linspace(-1, 1, length))
+        assert within_bound(name, torch.linspace(-1, 1, 3 * length).view(3, length).bfloat16())
