@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from bench.memory import Row, contenders, markdown, measure_case, reproducible_target
 from bench.memory_cases import ADAPTERS, ARCHITECTURES, Case, cases, spec_of
 from hilore.planner.actor import build_actor, microbatch_of
+from hilore.planner.allocator import rounding_of
 from hilore.planner.checkfake import FakePeak, fake_breaches, fake_update
 from hilore.planner.estimate import target_of
 from hilore.planner.fakerank import fake_ranks
@@ -88,16 +90,16 @@ def test_breaches_name_what_was_broken_and_by_how_much(tmp_path: Path) -> None:
     assert isinstance(policy, FixedPlan)
     plan = policy.plan
     plan = replace(plan, name="p", budget_bytes=3000, predicted=replace(plan.predicted, peak_bytes=2000))
-    assert list(fake_breaches(FakePeak(plan, 2000, 3000), tight=True)) == []
-    over, high, demoted = fake_breaches(FakePeak(plan, 3001, 3002), tight=True)
+    assert list(fake_breaches(FakePeak(plan, 2000, 3000, rounding_of(Counter())), tight=True)) == []
+    over, high, demoted = fake_breaches(FakePeak(plan, 3001, 3002, rounding_of(Counter())), tight=True)
     assert over == "p.high: peak 3,001 B under fake tensors is 1 B over the budget of 3,000 B"
     assert high == "p.high: peak 3,001 B under fake tensors is 1,001 B over the predicted peak of 2,000 B"
     assert demoted == (
         "p.high: with its L units recomputed peak 3,002 B under fake tensors is 2 B over the budget of 3,000 B"
     )
     loose = replace(plan, predicted=replace(plan.predicted, peak_bytes=(1 << 20) + 2001))
-    assert list(fake_breaches(FakePeak(loose, 2000, None), tight=False)) == []
-    (line,) = fake_breaches(FakePeak(loose, 2000, None), tight=True)
+    assert list(fake_breaches(FakePeak(loose, 2000, None, rounding_of(Counter())), tight=False)) == []
+    (line,) = fake_breaches(FakePeak(loose, 2000, None, rounding_of(Counter())), tight=True)
     assert "predicted peak 1,050,577 B is 1,048,577 B" in line
 
 
@@ -122,5 +124,5 @@ def test_an_update_counts_every_microbatch(tmp_path: Path) -> None:
     update = [microbatch_of(actor, LENGTH, seed=place) for place in range(4)]
     tensors = [getattr(update[0], name) for name in update[0].__slots__]
     one = sum(tensor.untyped_storage().nbytes() for tensor in tensors if isinstance(tensor, torch.Tensor))
-    three, four = (peak_of_update(actor, NO_GC, update[:count], optimizer) for count in (3, 4))
+    three, four = (peak_of_update(actor, NO_GC, update[:count], optimizer).peak_bytes for count in (3, 4))
     assert four - three == one
