@@ -246,9 +246,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="FILE", help="JSON with all figures")
     parser.add_argument("--only", metavar="TEXT", default="", help="configurations whose name contains this")
     given = parser.parse_args(arguments)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure_cases([case for case in CASES if given.only in case.name], Path(folder))
-    Console(width=160).print(table_of(rows))
+    console = Console(width=160)
+    console.print(table_of(rows))
+    console.print(f"took {time.monotonic() - began:.0f} s")
     if given.out:
         Path(given.out).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     return 0
