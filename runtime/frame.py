@@ -25,7 +25,8 @@ from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
 from hilore.runtime.rerun import run_again
 from hilore.runtime.saved import Entry, mutated, version_of
 from hilore.runtime.slots import Direct, Slot, is_parameter
-from hilore.runtime.unit import UnitRecord, output_of
+from hilore.runtime.unit import UnitRecord
+from hilore.runtime.unitbinding import output_of
 
 if TYPE_CHECKING:
     from hilore.runtime.region import Choice, RegionBinding

@@ -18,7 +18,7 @@ from hilore.runtime.huggingface import attention_implementations, attention_wrap
 from hilore.runtime.plan import Plan, RegionPlan
 from hilore.runtime.stats import Stats
 from hilore.runtime.tokenweights import TOKEN_CODECS, TokenWeights
-from hilore.runtime.unit import UnitBinding
+from hilore.runtime.unitbinding import UnitBinding
 
 ATTENTION = "attention"
 
