@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from bench.device_runs import DeviceReport, DeviceRow
+from bench.device_rows import DeviceRow
+from bench.device_runs import DeviceReport
 from hilore.planner.budget import MIB
 from hilore.planner.sidebyside_view import percent_interval, share_interval
 

@@ -33,6 +33,9 @@ from hilore.planner.tasks import build_dataset
 from hilore.planner.trace import Trace, UnitTrace
 from hilore.planner.tracing import trace_spec
 from hilore.runtime.codecs import get_codec
+from hilore.runtime.codecs.tokens import TokenCodec
+from hilore.runtime.exposure import token_magnitudes
+from hilore.runtime.tokenweights import token_weights
 
 MODEL = "examples/smollm2.yaml"
 ROWS = 4
@@ -65,9 +68,17 @@ CONTENDERS = (
         8.5,
         1.25,
     ),
+    Contender("the same, bits by token", everywhere("tw8-g32-s8-cm-h64", v="tw8-g32-s8-h64"), 8.5, 1.0),
+    Contender(
+        "the same, bits by kind and token",
+        everywhere("tw8-g32-s8-cm-h64", v="tw10-g32-s8-h64", attention="tw10-g32-s8-cm-h64", o="tw6-g32-s8-cm-h64"),
+        8.5,
+        1.0,
+    ),
     Contender("plain int6-g64 (gate, up)", everywhere("int6-g64", ("gate", "up")), 6.5),
     Contender("cm-h64, groups of 64 (gate, up)", everywhere("int6-g64-cm-h64", ("gate", "up")), 6.5, 3.5),
     Contender("cm-h64, fine scales (gate, up)", everywhere("int6-g32-s8-cm-h64", ("gate", "up")), 6.5, 3.5),
+    Contender("the same, bits by token (gate, up)", everywhere("tw6-g32-s8-cm-h64", ("gate", "up")), 6.5, 3.5),
 )
 
 
@@ -127,9 +138,18 @@ def _mean_bits(
         rows, length = microbatch.input_ids.shape
         for kind, codec in codecs.items():
             width = hidden[kind].output_bytes // (2 * tokens)
-            payload += get_codec(codec).nbytes((rows, length, width), dtype)
+            payload += _payload_bytes(codec, torch.zeros(rows, length, width, dtype=dtype), microbatch)
             elements += rows * length * width
     return 8 * payload / elements
+
+
+def _payload_bytes(name: str, values: torch.Tensor, microbatch: Microbatch) -> int:
+    codec = get_codec(name)
+    if not isinstance(codec, TokenCodec):
+        return codec.nbytes(values.shape, values.dtype)
+    magnitudes = token_magnitudes("grpo", microbatch.advantages, microbatch.completion_mask)
+    weights = token_weights(magnitudes, microbatch.completion_mask, values.shape[1], microbatch.prompt_mask)
+    return codec.encode(values, weights=weights).nbytes
 
 
 def _percent(found: Sequence[Backward], exact: Sequence[Backward]) -> float:

@@ -8,6 +8,7 @@ Writes the table and the figures of docs/measurements/memory-cpu.md; exit code 6
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from hilore.planner.actor import Actor, build_actor, microbatch_of
 from hilore.planner.devices import gpu_named
 from hilore.planner.emit import solve_trace
 from hilore.planner.estimate import Target
+from hilore.planner.files import replace_file
 from hilore.planner.handmade import handmade_plan
 from hilore.planner.rivals import Policy
 from hilore.planner.sidebyside_runs import GC, NO_GC
@@ -44,6 +46,7 @@ LOOSE_SHARE, LOOSE_BYTES = 0.01, MIB
 SOLVED = ((0.0, 0.0), (0.05, 4.0), (0.35, 0.0))
 CODEC = "int8-g128"
 TIMES_OF = "l40s-48gb"
+COMMAND = "python -m bench.memory --out docs/measurements/memory-cpu.json --markdown docs/measurements/memory-cpu.md"
 GAP_PERCENT = 2.0
 
 
@@ -156,7 +159,7 @@ def _measure(actor: Actor, tokens: int, found: Sequence[Contender]) -> list[int]
     update = [microbatch_of(actor, tokens, seed=place) for place in range(actor.spec.batch.accumulation)]
     with actor.faked():
         optimizer = idle_optimizer(actor)
-    return [peak_of_update(actor, contender.policy, update, optimizer) for contender in found]
+    return [peak_of_update(actor, contender.policy, update, optimizer).peak_bytes for contender in found]
 
 
 def markdown(rows: Sequence[Row], command: str) -> str:
@@ -165,7 +168,7 @@ def markdown(rows: Sequence[Row], command: str) -> str:
     under = sum(row.over_bytes >= 0 for row in rows)
     exact = sum(row.over_bytes == 0 for row in rows)
     large = sum(row.measured_bytes >= 30 * MIB for row in rows)
-    versions = ", ".join(f"{k.removesuffix('_patch')} {v}" for k, v in environment(1)["versions"].items())
+    versions = ", ".join(f"{k.removesuffix('_patch')} {v}" for k, v in environment(1, command)["versions"].items())
     lines = [
         "# Predicted and measured peaks on CPU",
         "",
@@ -198,14 +201,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="FILE", help="JSON with all figures")
     parser.add_argument("--markdown", metavar="FILE", help="the document with its table")
     parser.add_argument("--only", metavar="TEXT", default="", help="configurations whose name contains this")
+    parser.add_argument("--resume", action="store_true", help="keep the configurations that --out has already")
     parser.add_argument("--fake", action="store_true", help="also under fake tensors, which must give the same peak")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    rows: list[Row] = []
+    rows = _rows_of(given.out) if given.resume and given.out else []
+    done = {(row.architecture, row.training, row.head) for row in rows}
     with tempfile.TemporaryDirectory() as folder:
         for case in cases():
-            if given.only not in case.name:
+            if given.only not in case.name or (case.architecture, case.training, case.head) in done:
                 continue
             for row in measure_case(case, Path(folder), fake=given.fake):
                 rows.append(row)
@@ -214,15 +219,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{row.predicted_bytes:,} ({row.over_bytes:+,}){'' if row.holds else ' MISSED'}\n"
                 )
                 sys.stdout.flush()
+            if given.out:
+                _write(rows, given.out)
     if given.out:
-        data: dict[str, Any] = {"environment": environment(1), "rows": [asdict(row) for row in rows]}
-        write_json(data, given.out)
+        _write(rows, given.out)
     if given.markdown:
-        command = "python -m bench.memory --out docs/measurements/memory-cpu.json --markdown FILE"
-        Path(given.markdown).write_text(markdown(rows, command), encoding="utf-8")
+        replace_file(given.markdown, markdown(rows, COMMAND))
     missed = sum(not row.holds for row in rows)
     sys.stdout.write(f"{len(rows)} configurations, {missed} missed\n")
     return BREACH if missed or not rows else 0
+
+
+def _write(rows: Sequence[Row], path: str) -> None:
+    data: dict[str, Any] = {"environment": environment(1, COMMAND), "rows": [asdict(row) for row in rows]}
+    write_json(data, path)
+
+
+def _rows_of(path: str) -> list[Row]:
+    """The rows of an earlier run that was stopped, none where there is no file: whole configurations alone."""
+    if not Path(path).exists():
+        return []
+    return [Row(**row) for row in json.loads(Path(path).read_text(encoding="utf-8"))["rows"]]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ ARCHITECTURES = {
     "phi3": ", pad_token_id: 0, bos_token_id: 1, eos_token_id: 2",
     "gemma": ", head_dim: 64",
 }
-LENGTHS = (128, 384)
+LENGTHS = (128, 320)
 _LORA = "{{kind: lora, rank: 8, alpha: 16, dtype: {}, dropout: {}}}"
 _BF16 = "{params: bfloat16}"
 # Adapter and precision of each kind of training.

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ LORA = "{kind: lora, rank: 8, dtype: float32}"
 # Of the way from GC's to No-GC's peak.
 BUDGET_SHARE = 0.3
 CODEC = "int8-g64"
+# Far more than they take, also on a busy machine.
+STARTING_S, CASE_S = 120.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ def measure_cases(cases: Iterable[Case], folder: Path) -> list[Row]:
         }
         asked.append({"name": case.name, "spec": spec_as_dict(spec), "policies": paths})
     (folder / "cases.json").write_text(json.dumps(asked))
-    found = run_ranks(folder, "bench.sharded_rank")
+    found = run_ranks(folder, "bench.sharded_rank", STARTING_S + CASE_S * len(asked))
     return [
         Row(
             case,
@@ -159,26 +162,39 @@ def measure_cases(cases: Iterable[Case], folder: Path) -> list[Row]:
     ]
 
 
-def run_ranks(folder: Path, module: str) -> list[Any]:
-    """Run ``module`` once per rank on the cases in ``folder``; what each wrote. Raises RuntimeError if one fails."""
+def run_ranks(folder: Path, module: str, limit_s: float) -> list[Any]:
+    """Run ``module`` once per rank on the cases in ``folder``; what each wrote.
+
+    Raises RuntimeError as soon as one rank fails (the other would wait for it), or after ``limit_s`` seconds.
+    """
     outs = [folder / f"rank{rank}.json" for rank in range(RANKS)]
-    processes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", module, str(rank), str(RANKS)),
-                *(str(folder / "rendezvous"), str(folder / "cases.json"), str(out)),
-            ],
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, out in enumerate(outs)
-    ]
-    errors = [process.communicate(timeout=600)[1] for process in processes]
-    for process, error in zip(processes, errors, strict=True):
-        if process.returncode:
-            raise RuntimeError(error[-3000:])
+    logs = [out.with_suffix(".log") for out in outs]
+    processes = []
+    try:
+        for rank, (out, log) in enumerate(zip(outs, logs, strict=True)):
+            arguments = (str(rank), str(RANKS), str(folder / "rendezvous"), str(folder / "cases.json"), str(out))
+            with log.open("w") as errors:
+                processes.append(subprocess.Popen([sys.executable, "-m", module, *arguments], cwd=ROOT, stderr=errors))
+        _wait_for(processes, logs, limit_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
     return [json.loads(out.read_text()) for out in outs]
+
+
+def _wait_for(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while True:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code:
+                raise RuntimeError(f"rank {rank} ended with code {code}:\n{logs[rank].read_text()[-3000:]}")
+        if None not in codes:
+            return
+        if time.monotonic() > end:
+            raise RuntimeError(f"rank {codes.index(None)} was not done after {limit_s:g} s")
+        time.sleep(0.1)
 
 
 def _exact_plan(trace: Trace) -> tuple[Plan, int]:
@@ -199,6 +215,8 @@ def _lossy_plan(trace: Trace) -> tuple[Plan, int]:
 
     sets = [keep_set.kept for keep_set in bucket.classes[0].keep_sets if not keep_set.split]
     kept = max(sets, key=lambda names: (len(encodable(names)), -len(names)))
+    if not encodable(kept):
+        raise RuntimeError(f"no unit of the trace is offered {CODEC}")
 
     def mode(_region: str, unit: UnitTrace) -> str:
         if unit.name not in kept:
@@ -228,9 +246,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="FILE", help="JSON with all figures")
     parser.add_argument("--only", metavar="TEXT", default="", help="configurations whose name contains this")
     given = parser.parse_args(arguments)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure_cases([case for case in CASES if given.only in case.name], Path(folder))
-    Console(width=160).print(table_of(rows))
+    console = Console(width=160)
+    console.print(table_of(rows))
+    console.print(f"took {time.monotonic() - began:.0f} s")
     if given.out:
         Path(given.out).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     return 0

@@ -31,7 +31,8 @@ class PlanCheck:
     """One plan. ``budget_bytes``: less the margin. ``measured_gain`` over GC and ``error`` (relative L2 of the update's
     gradient in float32 compute) are None in a fake check, ``error_limit`` where nothing limits it: no L unit, or
     exposure 0. ``estimated``: the predicted gain is of a card's data sheet. ``demoted_peak_bytes``: of a fake check of
-    a plan with L units, when they run as R."""
+    a plan with L units, when they run as R. ``rounding_bytes``, ``segment_bytes``: of a fake check, what CUDA's
+    allocator would show as allocated and as reserved beyond the storages at the peak (planner/allocator.py)."""
 
     plan: str
     regime: str
@@ -46,6 +47,8 @@ class PlanCheck:
     error_limit: float | None
     estimated: bool = False
     demoted_peak_bytes: int | None = None
+    rounding_bytes: int | None = None
+    segment_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,8 @@ def _fake_check(found: FakePeak) -> PlanCheck:
         error_limit=None,
         estimated=plan.predicted.estimated,
         demoted_peak_bytes=found.demoted_peak_bytes,
+        rounding_bytes=found.rounding.rounding_bytes,
+        segment_bytes=found.rounding.segment_bytes,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch.optim import Optimizer
 
 from hilore.planner.actor import Actor, build_actor, microbatch_of
+from hilore.planner.allocator import Rounding, rounding_of
 from hilore.planner.estimate import Target, kernels, target_of
 from hilore.planner.fakerank import fake_ranks, shard_fake
 from hilore.planner.microbatch import Microbatch
@@ -33,11 +34,13 @@ DISTINCT_MICROBATCHES = 3
 
 @dataclass(frozen=True, slots=True)
 class FakePeak:
-    """``demoted_peak_bytes``: with every L unit turned to R after each forward; None without L units."""
+    """``demoted_peak_bytes``: with every L unit turned to R after each forward; None without L units. ``rounding``: of
+    the storages at the (undemoted) peak, without those of others."""
 
     plan: Plan
     peak_bytes: int
     demoted_peak_bytes: int | None
+    rounding: Rounding
 
 
 def check_fake(
@@ -60,10 +63,12 @@ def check_fake(
             for done, plan in enumerate(group):
                 tell(f"{tokens} tokens: fake updates", done, len(group))
                 peaks = [
-                    others + peak_of_update(actor, FixedPlan(plan_label(plan), plan, demoted), update, optimizer)
+                    peak_of_update(actor, FixedPlan(plan_label(plan), plan, demoted), update, optimizer)
                     for demoted in (False, True)[: 1 + (plan.count("L") > 0)]
                 ]
-                found.append(FakePeak(plan, peaks[0], peaks[1] if len(peaks) > 1 else None))
+                heights = [others + peak.peak_bytes for peak in peaks]
+                demoted_peak = heights[1] if len(heights) > 1 else None
+                found.append(FakePeak(plan, heights[0], demoted_peak, rounding_of(peaks[0].sizes)))
             tell(f"{tokens} tokens: fake updates", len(group), len(group))
     return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hilore.runtime.codecs.form import GroupForm, parse_form
+from hilore.runtime.codecs.tokens import form_behind
 
 # Mean of the largest magnitude among n normal values.
 _LARGEST = {32: 2.43, 64: 2.68, 128: 2.92, 256: 3.14}
@@ -22,8 +23,11 @@ _ROTATED = 0.9
 
 
 def estimated_error(measured: Mapping[str, float], codec: str) -> float | None:
-    """Percent, from the measured codec that shares most of its options; None for codecs that have no levels."""
-    form = parse_form(codec)
+    """Percent, from the measured codec that shares most of its options; None for codecs that have no levels.
+
+    What tokens gain from bits by their weight depends on the rollouts: nothing is assumed of it.
+    """
+    form = form_behind(codec)
     if form is None or not form.group:
         return None
     known = [known for name in measured if (known := parse_form(name)) is not None and known.kind == "int"]

@@ -21,7 +21,7 @@ from hilore.planner.actor import Actor
 from hilore.planner.head import base_model
 from hilore.planner.rivals import checkpointed_layers
 from hilore.planner.shardgroup import persistent_dtype
-from hilore.planner.sharding import untied_embeddings
+from hilore.planner.shardparameters import untied_embeddings
 from hilore.planner.sources import torch_dtype
 from hilore.planner.spec_types import ModelSpec
 from hilore.runtime.errors import HiloreError, UnsupportedModelError

@@ -120,7 +120,16 @@ class Instrument:
             self._runtime = _attached(self.actor, plan)
         self._runtime.enable()
         self._runtime.use(plan)
-        return self._backward(microbatch)
+        # What its tokens weigh follows from the loss.
+        with self._runtime.microbatch(
+            microbatch.advantages,
+            microbatch.completion_mask,
+            old_logps=microbatch.old_logps,
+            ref_logps=microbatch.ref_logps,
+            loss=LossSpec.of(asdict(self.actor.spec.loss)),
+            prompt_mask=microbatch.prompt_mask,
+        ):
+            return self._backward(microbatch)
 
     def _backward(self, microbatch: Microbatch) -> Backward:
         self.passes += 1

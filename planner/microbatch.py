@@ -51,6 +51,11 @@ class Microbatch:
         """Tokens per row, padding included."""
         return self.input_ids.shape[1]
 
+    @property
+    def prompt_mask(self) -> Tensor | None:
+        """int64 [B, T - Tr], 0 at padding; None where sequences are packed."""
+        return None if self.packed else self.attention_mask[:, : self.tokens - self.completion_mask.shape[1]]
+
     def to(self, device: str | torch.device) -> Microbatch:
         """The same microbatch with every tensor on ``device``."""
         return replace(

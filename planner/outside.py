@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hilore.planner.actor import Actor
@@ -22,7 +21,9 @@ from hilore.planner.gathers import OutsideGathers
 from hilore.planner.head import policy_logps
 from hilore.planner.loss import grpo_loss
 from hilore.planner.microbatch import Microbatch
-from hilore.planner.sharding import Sharding, untied_embeddings
+from hilore.planner.sharding import Sharding
+from hilore.planner.shardparameters import untied_embeddings
+from hilore.planner.standins import Arguments, Form, StandIn, storage_bytes
 from hilore.planner.trace import LargestTensors, OutsideParts
 from hilore.runtime.ambient import tensors_in
 from hilore.runtime.meter import StorageMeter
@@ -127,7 +128,7 @@ class _Edges:
         self.first, self.last = regions[0].name, regions[-1].name
         self.entered = self.all_retained = self.head_peak = self.after_head = self.skipped_ns = 0
         self.leaf_boundary = self.head_forward_peak = 0
-        self.arguments = _Arguments()
+        self.arguments = Arguments()
         self.tail_begun = False
         self.fsdp_at_peak = self.head_fsdp = self.head_left_fsdp = 0
         self.head_largest: tuple[LargestTensors, ...] = ()
@@ -143,15 +144,15 @@ class _Edges:
             self.entered = self.meter.live_bytes - self.gathers.held_bytes
             # Of frozen embeddings it is a leaf (``enable_input_require_grads``), which the graph itself keeps.
             if boundary.is_leaf and boundary.requires_grad:
-                self.leaf_boundary = _nbytes(boundary)
+                self.leaf_boundary = storage_bytes(boundary)
             else:
-                self.entered -= _nbytes(boundary)
+                self.entered -= storage_bytes(boundary)
             if boundary.requires_grad:
                 boundary.register_hook(lambda _gradient: self.begin_tail())  # type: ignore[no-untyped-call]
         result = self._stand_in(region, forward, args, kwargs)
         if region.name == self.last:
             output = _first(result)
-            self.all_retained = self.meter.live_bytes - _nbytes(output) - self.gathers.held_bytes
+            self.all_retained = self.meter.live_bytes - storage_bytes(output) - self.gathers.held_bytes
             self._before_head = self.meter.sizes()
             self.meter.reset_peak()
             self.gathers.leave_regions()
@@ -166,7 +167,7 @@ class _Edges:
                 found, tree = tree_flatten(forward(*args, **kwargs))
             # What autocast remembers of the region's weights is counted with the region.
             torch.clear_autocast_cache()
-            self._forms[region.class_index] = [_Form.of(leaf) for leaf in found], tree
+            self._forms[region.class_index] = [Form.of(leaf) for leaf in found], tree
             self.skipped_ns += self.clock() - began
             del found
         leaves, form = self._forms[region.class_index]
@@ -174,12 +175,12 @@ class _Edges:
         held = tensors_in(args, kwargs)
         made: list[Any] = []
         for leaf in leaves:
-            if not isinstance(leaf, _Form):
+            if not isinstance(leaf, Form):
                 made.append(leaf)
             elif any(isinstance(before, Tensor) for before in made):
                 made.append(leaf.empty())
             else:
-                made.append(_StandIn.apply(args[0], anchor, leaf, *held))  # type: ignore[no-untyped-call]
+                made.append(StandIn.apply(args[0], anchor, leaf, *held))  # type: ignore[no-untyped-call]
         return tree_unflatten(made, form)
 
     def loss_made(self) -> None:
@@ -205,75 +206,11 @@ class _Edges:
         self.gathers.tail_begins()
 
 
-class _Arguments:
-    """Which of the arguments that all regions share (masks, positions, rotary tables) a held region saves."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[int, int] = {}
-        self._saved: set[int] = set()
-
-    @contextmanager
-    def noted(self, args: tuple[Any, ...], kwargs: Any) -> Iterator[None]:
-        """Note the arguments of the region whose forward runs inside the block, and what its autograd saves."""
-        self._sizes |= {_storage_of(t): _nbytes(t) for t in tensors_in(args[1:], kwargs)}
-
-        def pack(tensor: Tensor) -> Tensor:
-            self._saved.add(_storage_of(tensor))
-            return tensor.detach()
-
-        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-
-    def frame_bytes(self, inputs: list[Tensor]) -> int:
-        """Bytes of arguments that are gone after the forward unless a frame holds them; ``inputs`` stay anyway."""
-        others = self._saved | {_storage_of(tensor) for tensor in inputs}
-        return sum(size for storage, size in self._sizes.items() if storage not in others)
-
-
-def _storage_of(tensor: Tensor) -> int:
-    return id(tensor.untyped_storage())
-
-
 def _largest(sizes: Counter[int]) -> tuple[LargestTensors, ...]:
     """The sizes that make up at least a tenth each of a multiset of bytes, largest first."""
     total = sum(size * count for size, count in sizes.items())
     found = [LargestTensors(count, size) for size, count in sizes.items() if 10 * size * count >= total]
     return tuple(sorted(found, key=lambda tensors: -tensors.each_bytes))
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """A tensor without its memory."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, leaf: Any) -> Any:
-        return cls(leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
-
-    def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
-class _StandIn(torch.autograd.Function):
-    """Takes a boundary, gives a tensor of the region's form; backward gives a gradient of the boundary's form.
-
-    ``held``: the region's arguments, alive until its backward as a frame holds them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, boundary: Tensor, anchor: Tensor, form: _Form, *held: Tensor) -> Tensor:
-        ctx.boundary = _Form.of(boundary)
-        ctx.save_for_backward(*held)
-        return form.empty()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.maybe_clear_saved_tensors()
-        boundary = ctx.boundary.empty() if ctx.needs_input_grad[0] else None
-        return (boundary, *(None for _ in ctx.needs_input_grad[1:]))
 
 
 def _step(actor: Actor, microbatch: Microbatch, edges: _Edges, gathers: OutsideGathers) -> tuple[int, int]:
@@ -344,7 +281,3 @@ def _first(result: Any) -> Tensor:
     tensor = next(leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor))
     assert isinstance(tensor, Tensor)
     return tensor
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()

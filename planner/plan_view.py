@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from hilore.planner.allocator import APART
 from hilore.planner.budget import MIB, mib
 from hilore.planner.composition_view import composition_json, composition_table
 from hilore.planner.peaks import PlanPeaks
@@ -65,7 +66,7 @@ def peak_parts(peaks: PlanPeaks | str) -> list[str | Table]:
     columns = {"plan": peaks.plan, "GC": peaks.gc, "No-GC": peaks.no_gc}
     if peaks.demoted is not None:
         columns["L units run as R"] = peaks.demoted
-    return [composition_table(columns)]
+    return [composition_table(columns), APART]
 
 
 def plan_json(plan: Plan, peaks: PlanPeaks | str) -> dict[str, Any]:
@@ -129,7 +130,18 @@ def check_lines(found: Verification) -> list[str]:
     if any(check.exact is False and check.error_limit is None and check.regime != "null" for check in found.checks):
         how += "; without --trace no limit of a gradient error is known"
     broken = [f"BROKEN: {breach}" for breach in found.breaches]
-    return [how, *(broken or ["every plan keeps its promises"])]
+    return [how, *_rounding(found), *(broken or ["every plan keeps its promises"])]
+
+
+def _rounding(found: Verification) -> Iterator[str]:
+    blocks = [check.rounding_bytes for check in found.checks if check.rounding_bytes is not None]
+    segments = [check.segment_bytes for check in found.checks if check.segment_bytes is not None]
+    if blocks and segments:
+        yield (
+            "apart from peaks and budgets: beyond the storages at a peak CUDA's allocator shows up to "
+            f"{mib(max(blocks))} more as allocated (blocks of 512 B) and {mib(max(segments))} more as reserved "
+            "(segments of 2 MiB and more), before fragmentation and cached blocks"
+        )
 
 
 def check_json(found: Verification) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from hilore.runtime.ambient import running
 from hilore.runtime.codecs import get_codec, warm_up
 from hilore.runtime.frame import Frame
 from hilore.runtime.region import RegionBinding
-from hilore.runtime.unit import output_of
+from hilore.runtime.unitbinding import output_of
 
 WARM_UP = 2
 REPEATS = 7

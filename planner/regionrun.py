@@ -16,7 +16,7 @@ from hilore.runtime.frame import Frame
 from hilore.runtime.huggingface import unwrap_attention, wrap_attention
 from hilore.runtime.region import ATTENTION, Action, Choice, RegionActions, RegionBinding
 from hilore.runtime.stats import Stats
-from hilore.runtime.unit import UnitBinding
+from hilore.runtime.unitbinding import UnitBinding
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from hilore.planner.allocator import APART
 from hilore.planner.budget import MIB, mib
 from hilore.planner.composition import highest, plan_compositions, reference_compositions
 from hilore.planner.composition_view import part_names
@@ -144,7 +145,7 @@ def _peaks(trace: Trace, bucket: Bucket, plan: Plan) -> str:
     ]
     rows.append(("sum: the peak", *(f"{found.live_bytes / MIB:,.2f}" for found in columns.values())))
     head = ("what the peak is made of", *(f"{name}, MiB ({found.event})" for name, found in columns.items()))
-    return _table(head, rows)
+    return _table(head, rows) + _paragraphs([APART])
 
 
 def _frontier(frontier: Frontier | None) -> str:

@@ -57,6 +57,7 @@ class Running:
             batch.completion_mask,
             old_logps=batch.old_logps,
             ref_logps=batch.ref_logps,
+            prompt_mask=batch.prompt_mask,
         )
         return self._planned
 

@@ -26,8 +26,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from hilore.planner.flatparams import flat_group, flat_shards
-from hilore.planner.shardgroup import GroupBytes, distinct, persistent_dtype, sharded_group, syncs_last
+from hilore.planner.flatparams import flat_group
+from hilore.planner.shardgroup import GroupBytes, distinct, sharded_group, syncs_last
+from hilore.planner.shardparameters import adapter_parameters, untied_embeddings
 from hilore.planner.sources import torch_dtype
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import KeepSet, RegionClass, ShardedBytes
@@ -118,7 +119,7 @@ def sharding_of(spec: ModelSpec, model: nn.Module, regions: Mapping[str, nn.Modu
     outside.sort(key=lambda p: p.dim() > 1)
     first = [p for p in outside if id(p) in embeddings] if embeddings else outside
     last = [p for p in outside if id(p) not in embeddings] if embeddings else outside
-    adapters = _adapter_parameters(model)
+    adapters = adapter_parameters(model)
     return Sharding(
         world_size=spec.parallel.world_size,
         reshard=spec.parallel.reshard_after_forward,
@@ -133,23 +134,6 @@ def sharding_of(spec: ModelSpec, model: nn.Module, regions: Mapping[str, nn.Modu
 
 def _trained_in(model: nn.Module) -> set[torch.dtype]:
     return {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-
-
-def shard_parameters(spec: ModelSpec, model: nn.Module, regions: Iterable[nn.Module] = ()) -> nn.ParameterList:
-    """One rank's shards of all parameters, padded, empty, on the model's device: for measuring state and optimizer.
-
-    ``regions``: whose parameters are one flat parameter each, under FSDP1.
-    """
-    if spec.parallel.kind == "fsdp1":
-        return flat_shards(spec, model, regions)
-    adapters = _adapter_parameters(model)
-    shards = nn.ParameterList()
-    for parameter in distinct(model.parameters()):
-        rows = -(-parameter.shape[0] // spec.parallel.world_size)
-        dtype = persistent_dtype(spec, adapter=id(parameter) in adapters)
-        data = torch.empty((rows, *parameter.shape[1:]), dtype=dtype, device=parameter.device)
-        shards.append(nn.Parameter(data, requires_grad=parameter.requires_grad))
-    return shards
 
 
 def _around(sharding: Sharding, name: str) -> Around:
@@ -296,16 +280,3 @@ def shard_keep_set(sharding: Sharding, group: GroupBytes, around: Around, keep_s
         backward_bytes=max(backward, reducing),
         handed_bytes=handed,
     )
-
-
-def _adapter_parameters(model: nn.Module) -> set[int]:
-    return {id(p) for name, p in model.named_parameters() if any(part.startswith("lora_") for part in name.split("."))}
-
-
-def untied_embeddings(model: nn.Module) -> set[int]:
-    """Ids of the input embedding's parameters where they are not the output layer's too; empty otherwise."""
-    embedding, output = (getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output"))
-    if not isinstance(embedding, nn.Module) or not isinstance(output, nn.Module):
-        return set()
-    inputs, outputs = ({id(p) for p in module.parameters()} for module in (embedding, output))
-    return set() if inputs & outputs else inputs

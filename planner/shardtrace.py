@@ -12,7 +12,8 @@ from hilore.planner.actor import Actor
 from hilore.planner.gpu import Gpu
 from hilore.planner.roofline import collective_ns
 from hilore.planner.shardgroup import GroupBytes, persistent_dtype, syncs_last
-from hilore.planner.sharding import Sharding, shard_classes, shard_parameters
+from hilore.planner.sharding import Sharding, shard_classes
+from hilore.planner.shardparameters import shard_parameters
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Bucket, Fixed, Outside, RegionClass, RegionTrace
 from hilore.runtime.fingerprint import model_fingerprint

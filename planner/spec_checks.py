@@ -12,6 +12,7 @@ from hilore.planner.packing import SHORTEST
 from hilore.planner.spec_config import config_problems
 from hilore.planner.spec_types import Adapter, Batch, CalibrationSpec, Device, ModelSource, Parallel, Precision
 from hilore.planner.yaml_lines import Document, Problem
+from hilore.runtime.codecs.tokens import token_codec
 
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -29,6 +30,8 @@ def combined_problems(values: dict[str, Any], document: Document) -> list[Proble
     if batch is not None and loss is not None and batch.layout == "packed" and loss.head == "trl":
         text = "loss.head: trl is the head of TRL's trainer, which pads; with layout: packed use naive or chunked"
         problems.append(Problem(document.line("loss", "head"), text))
+    if batch is not None and batch.layout == "packed":
+        problems.extend(_packed_codec_problems(values["codecs"], document))
     if device is not None:
         problems.extend(_device_problems(device, document))
     if calibration is not None:
@@ -134,3 +137,15 @@ def _precision_problems(precision: Precision, parallel: Parallel, document: Docu
         text = f"precision.compute {precision.compute} differs from params {precision.params}"
         return [Problem(line, f"{text}; set autocast: true, or make them equal")]
     return []
+
+
+def _packed_codec_problems(codecs: tuple[str, ...] | None, document: Document) -> list[Problem]:
+    return [
+        Problem(
+            document.line("codecs", index),
+            f"codec '{codec}' gives the tokens of a row bits by their weight, which needs rows of prompt and "
+            f"completion side by side; with layout: packed use '{codec.replace('tw', 'int', 1)}'",
+        )
+        for index, codec in enumerate(codecs or ())
+        if token_codec(codec) is not None
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,15 @@ from hilore.runtime.region import Choice
 from hilore.runtime.runtime import Runtime
 
 
-def peak_of_update(actor: Actor, policy: Policy, update: Sequence[Microbatch], optimizer: Optimizer) -> int:
+@dataclass(frozen=True, slots=True)
+class UpdatePeak:
+    """``sizes``: how many storages of each size in bytes were alive at the peak."""
+
+    peak_bytes: int
+    sizes: Counter[int]
+
+
+def peak_of_update(actor: Actor, policy: Policy, update: Sequence[Microbatch], optimizer: Optimizer) -> UpdatePeak:
     """Highest bytes of live storages from before the first forward to after the optimizer step.
 
     Counted: parameters, buffers, the state that ``optimizer`` has, all microbatches of the update, and all that it
@@ -35,11 +44,18 @@ def peak_of_update(actor: Actor, policy: Policy, update: Sequence[Microbatch], o
             meter.track(_resident(actor.model, optimizer))
             for microbatch in update:
                 meter.track(_tensors_of(microbatch))
+            sizes = meter.sizes()
+
+            def note() -> None:
+                nonlocal sizes
+                sizes = meter.sizes()
+
+            meter.on_peak = note
             for place, microbatch in enumerate(update):
                 _reduce_gradients(actor, last=place == len(update) - 1)
                 run_step(actor, running, microbatch)
             optimizer.step()
-            peak: int = meter.peak_bytes
+            peak = UpdatePeak(meter.peak_bytes, sizes)
         prepare_gradients(actor.model, exist=False)
     return peak
 

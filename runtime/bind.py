@@ -24,7 +24,7 @@ from hilore.runtime.modules import RegionForward
 from hilore.runtime.naming import canonical_modules, canonical_names
 from hilore.runtime.plan import Plan, RegionPlan
 from hilore.runtime.region import ATTENTION, RegionBinding
-from hilore.runtime.unit import UnitBinding
+from hilore.runtime.unitbinding import UnitBinding
 
 _REFUSED_CLASSES = {
     "CheckpointWrapper": "it checkpoints itself; leave out apply_activation_checkpointing (or FSDP's "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hilore.runtime.codecs import get_codec
 from hilore.runtime.codecs.base import FLOAT_DTYPES
-from hilore.runtime.codecs.form import parse_form
+from hilore.runtime.codecs.tokens import form_behind
 
 FLOOR_BYTES = 1 << 14
 # Outputs of activation functions.
@@ -61,7 +61,7 @@ def unsuitable(kind: str, codec: str) -> str:
     Figures: docs/measurements/codecs.md and fidelity.md. q and k may not be at L at all: a kept attention's
     log-sum-exp belongs to the exact ones.
     """
-    form = parse_form(get_codec(codec).name)
+    form = form_behind(get_codec(codec).name)
     if get_codec(codec).lossless or form is None:
         return ""
     if kind in ("q", "k"):

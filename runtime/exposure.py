@@ -128,13 +128,46 @@ def exposure_before_forward(
     token_coefficients, but for log-probs that are missing.
     """
     spec = resolve(loss, **options)
-    if (logps is not None and (spec.beta == 0 or ref_logps is not None)) or known_before_forward(spec, old_logps):
-        return normalised_exposure(
-            spec, advantages, mask, logps, old_logps, ref_logps, weights=weights, rollout_ratio=rollout_ratio
-        )
+    known = _known_inputs(spec, advantages, mask, logps, old_logps, ref_logps, weights, rollout_ratio)
+    if known is not None:
+        return exposure_from_gradient(coefficients(spec, known), known.mask, length_normaliser(spec, known.mask))
     inputs = _inputs(resolve(spec, beta=0.0), advantages, mask, None, None, None, weights, rollout_ratio)
     bound = coefficient_bound(spec, inputs, on_policy=old_logps is None, log_move=LOG_MOVE)
     return exposure_from_gradient(bound, inputs.mask, length_normaliser(spec, inputs.mask))
+
+
+def token_magnitudes(
+    loss: LossLike,
+    advantages: Tensor,
+    mask: Tensor,
+    logps: Tensor | None = None,
+    old_logps: Tensor | None = None,
+    ref_logps: Tensor | None = None,
+) -> Tensor:
+    """|omega| [B, T] before the forward: exact where exposure_before_forward is, else its bound; 0 at the mask."""
+    spec = resolve(loss)
+    inputs = _known_inputs(spec, advantages, mask, logps, old_logps, ref_logps, None, None)
+    if inputs is not None:
+        return coefficients(spec, inputs).abs()
+    inputs = _inputs(resolve(spec, beta=0.0), advantages, mask, None, None, None, None, None)
+    return coefficient_bound(spec, inputs, on_policy=old_logps is None, log_move=LOG_MOVE)
+
+
+def _known_inputs(
+    spec: Loss,
+    advantages: Tensor,
+    mask: Tensor,
+    logps: Tensor | None,
+    old_logps: Tensor | None,
+    ref_logps: Tensor | None,
+    weights: Tensor | None,
+    rollout_ratio: Tensor | None,
+) -> LossInputs | None:
+    """What the coefficients follow from, None where that is not known before the forward."""
+    given = logps is not None and (spec.beta == 0 or ref_logps is not None)
+    if not given and not known_before_forward(spec, old_logps):
+        return None
+    return _inputs(spec, advantages, mask, logps, old_logps, ref_logps, weights, rollout_ratio)
 
 
 class LogprobHook:
@@ -297,4 +330,5 @@ __all__ = [
     "known_before_forward",
     "normalised_exposure",
     "token_coefficients",
+    "token_magnitudes",
 ]

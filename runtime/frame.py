@@ -25,7 +25,8 @@ from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
 from hilore.runtime.rerun import run_again
 from hilore.runtime.saved import Entry, mutated, version_of
 from hilore.runtime.slots import Direct, Slot, is_parameter
-from hilore.runtime.unit import UnitRecord, output_of
+from hilore.runtime.unit import UnitRecord
+from hilore.runtime.unitbinding import output_of
 
 if TYPE_CHECKING:
     from hilore.runtime.region import Choice, RegionBinding
@@ -137,7 +138,8 @@ class Frame:
         finally:
             self.record = None
         if action.kept:
-            record.keep(result, action.codec, self._compute_dtype() if action.codec is not None else None)
+            dtype = self._compute_dtype() if action.codec is not None else None
+            record.keep(result, action.codec, dtype, self.choice)
         else:
             record.watch_output(result)
         if record.may_draw or kwargs.get("dropout"):

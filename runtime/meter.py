@@ -2,7 +2,7 @@
 
 Storages, not tensors: a view adds nothing, and a storage counts in full for as long as anything holds it, with the
 size that it has (``resize_`` is seen: FSDP2 frees its gathered parameters by it). What an operator takes and gives
-back inside itself is not seen, but for what codecs declare as their workspace.
+back inside itself is not seen: codecs stay one call each, and say how much at most (Codec.workspace_bytes).
 
 The step that is counted is the step that runs without the counter: see runtime/inplace.py.
 """
@@ -101,6 +101,8 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return bool(args) and isinstance(args[0], torch.Tensor) and self._made_in.get(_key(args[0])) == self._turn
 
     def _add(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "meta":
+            return  # a shape without memory, which a rule is tried on
         if is_traceable_wrapper_subclass(tensor):
             for name in tensor.__tensor_flatten__()[0]:
                 inner = getattr(tensor, name)

@@ -11,12 +11,13 @@ import torch
 from hilore.runtime.agreement import Wanted
 from hilore.runtime.audit import audited_loss
 from hilore.runtime.errors import ExposureError
-from hilore.runtime.exposure import exposure_before_forward, normalised_exposure
+from hilore.runtime.exposure import exposure_before_forward, normalised_exposure, token_magnitudes
 from hilore.runtime.loss_kinds import resolve
 from hilore.runtime.notice import notice
 from hilore.runtime.nullskip import agree_on_null, null_loss, refuse_skipping
 from hilore.runtime.region import Choice
 from hilore.runtime.stats import StepStats
+from hilore.runtime.tokenweights import token_weights
 
 if TYPE_CHECKING:
     from hilore.runtime.runtime import Runtime
@@ -36,6 +37,7 @@ class Microbatch:
         loss: Any,
         skip_null: bool = False,
         group: Any = None,
+        prompt_mask: torch.Tensor | None = None,
     ) -> None:
         self._runtime = runtime
         self._loss = resolve(loss if loss is not None else runtime.plans.plans[0].loss)
@@ -43,6 +45,8 @@ class Microbatch:
         self._mask = mask
         self._old_logps = old_logps
         self._ref_logps = ref_logps
+        self._logps = logps
+        self._prompt_mask = prompt_mask
         self.exposure = exposure_before_forward(
             self._loss, advantages, mask, logps=logps, old_logps=old_logps, ref_logps=ref_logps
         )
@@ -118,7 +122,20 @@ class Microbatch:
                 wanted.exposure, wanted.tokens, wanted.rows, completions=wanted.completions, masked=wanted.masked
             )
             self._tokens, self._rows = wanted.tokens, wanted.rows
+            if self.choice.weighs_tokens:
+                self._weigh(self.choice, tokens, rows)
         return self.choice
+
+    def _weigh(self, choice: Choice, tokens: int, rows: int) -> None:
+        """Tell the choice what its tokens weigh; where that cannot be said, its planned error does not hold either."""
+        magnitudes = token_magnitudes(
+            self._loss, self._advantages, self._mask, self._logps, self._old_logps, self._ref_logps
+        )
+        choice.tokens = token_weights(magnitudes, self._mask, tokens, self._prompt_mask)
+        if choice.tokens is None or choice.tokens.rows != rows:
+            choice.tokens = None
+            choice.demoted = True
+            self.fallback = "rows are not prompt and completion side by side, so tokens have no weights"
 
     def confirm(self, logps: torch.Tensor) -> float:
         """Exact exposure from the log-probs of the forward [B, T]; demotes the L units if it is above the plan's.

@@ -17,7 +17,8 @@ from hilore.runtime.ambient import running
 from hilore.runtime.huggingface import attention_implementations, attention_wrapped
 from hilore.runtime.plan import Plan, RegionPlan
 from hilore.runtime.stats import Stats
-from hilore.runtime.unit import UnitBinding
+from hilore.runtime.tokenweights import TOKEN_CODECS, TokenWeights
+from hilore.runtime.unitbinding import UnitBinding
 
 ATTENTION = "attention"
 
@@ -135,14 +136,16 @@ class Choice:
     ``plan`` None: no plan fits (too many tokens), every unit runs in the replay. ``demoted`` may turn True between
     forward and backward (late demotion), never back. ``control``: an audit's control run (runtime/audit.py).
     ``whole_replays``: replays run to their end, as those of other ranks do, since they issue collectives.
+    ``tokens``: what the microbatch's tokens weigh, None where it was not asked for.
     """
 
-    __slots__ = ("_actions", "control", "demoted", "plan", "stats", "whole_replays")
+    __slots__ = ("_actions", "control", "demoted", "plan", "stats", "tokens", "whole_replays")
 
     def __init__(self, plan: Plan | None, actions: dict[str, RegionActions], stats: Stats, demoted: bool) -> None:
         self.plan = plan
         self.demoted = demoted
         self.control = False
+        self.tokens: TokenWeights | None = None
         self.whole_replays = False
         self.stats = stats
         self._actions = actions
@@ -155,6 +158,15 @@ class Choice:
             return {}
         actions = self._actions[region.name]
         return actions.demoted if self.demoted else actions.planned
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether the plan has codecs that need ``tokens``."""
+        return self.plan is not None and any(
+            unit.codec is not None and unit.codec.startswith(TOKEN_CODECS)
+            for region in self.plan.regions
+            for unit in region.units
+        )
 
     def encodes(self, region: RegionBinding, unit_name: str) -> bool:
         """Whether the plan keeps this unit encoded, demoted or not."""

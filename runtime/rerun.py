@@ -25,7 +25,7 @@ from hilore.runtime.alias import non_leaf_alias
 from hilore.runtime.derive import derivation_of, same_bits
 
 if TYPE_CHECKING:
-    from hilore.runtime.unit import UnitBinding
+    from hilore.runtime.unitbinding import UnitBinding
 
 _PROBED_TOKENS = 8
 

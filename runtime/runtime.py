@@ -69,16 +69,18 @@ class Runtime:
         *,
         skip_null: bool = False,
         group: Any = None,
+        prompt_mask: torch.Tensor | None = None,
     ) -> Microbatch:
         """Context of one forward: its exposure chooses the plan.
 
         advantages [B] or [B, T], mask and the log-probs [B, T] (T response tokens), any float dtype. ``loss`` is a
         kind, a LossSpec or a VerlLoss, None the plan's own. ``skip_null``: where each coefficient is 0 on every rank of
         ``group`` (collective under torch.distributed), ``.null`` is True and ``.null_loss()`` stands for forward and
-        backward, which may be left out. Raises ExposureError for NaN or infinite coefficients, UnsupportedModelError
+        backward, which may be left out. ``prompt_mask`` [B, P]: 0 at the prompts' padding, for codecs that give tokens
+        bits by their weight. Raises ExposureError for NaN or infinite coefficients, UnsupportedModelError
         for ``skip_null`` under wrappers that reduce gradients later.
         """
-        return Microbatch(self, advantages, mask, logps, old_logps, ref_logps, loss, skip_null, group)
+        return Microbatch(self, advantages, mask, logps, old_logps, ref_logps, loss, skip_null, group, prompt_mask)
 
     def audit_due(self) -> bool:
         """Whether this audited microbatch is compared with its exact run: the first, and every ``audit_every``-th."""

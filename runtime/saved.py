@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hilore.runtime.codecs import Encoded, get_codec
+from hilore.runtime.codecs import Codec, Encoded, get_codec
+from hilore.runtime.codecs.tokens import TokenCodec
 from hilore.runtime.derive import Derivation
 from hilore.runtime.errors import SavedTensorMutated
+from hilore.runtime.tokenweights import TokenWeights
 
 if TYPE_CHECKING:
     from hilore.runtime.frame import Frame
@@ -119,7 +121,9 @@ class Kept:
 
     __slots__ = ("_saved_version", "_watch", "encoded", "layout", "tensor")
 
-    def __init__(self, output: torch.Tensor, codec: str | None, seed: int = 0) -> None:
+    def __init__(
+        self, output: torch.Tensor, codec: str | None, seed: int = 0, tokens: TokenWeights | None = None
+    ) -> None:
         self.layout = Layout.of(output)
         self._saved_version = output._version
         self.tensor: torch.Tensor | None = None
@@ -129,7 +133,7 @@ class Kept:
         else:
             self._watch = Watch(output)
             with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
-                self.encoded = get_codec(codec).encode(output.detach(), seed)
+                self.encoded = _encode(get_codec(codec), output.detach(), seed, tokens)
 
     @property
     def nbytes(self) -> int:
@@ -150,6 +154,12 @@ class Kept:
         version = self.tensor._version if self.tensor is not None else self._watch.version
         if version != self._saved_version:
             raise mutated(unit_name, self._saved_version, version)
+
+
+def _encode(codec: Codec, output: torch.Tensor, seed: int, tokens: TokenWeights | None) -> Encoded:
+    if isinstance(codec, TokenCodec):
+        return codec.encode(output, seed, tokens)
+    return codec.encode(output, seed)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -9,61 +9,32 @@ asks), or the rest, such as a log-sum-exp (kept as it is).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
-from hilore.runtime.adapter import Front, Known, front_modules
+from hilore.runtime.adapter import Front
 from hilore.runtime.alias import is_placeholder, non_leaf_alias, placeholder
 from hilore.runtime.ambient import RandomState, tensors_in
 from hilore.runtime.codecs.seeds import own_rank, rounding_seed
 from hilore.runtime.derive import Derivation, derivation_of
 from hilore.runtime.eligibility import role_of
-from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
+from hilore.runtime.errors import ReplayMismatchError
 from hilore.runtime.provenance import Provenance
 from hilore.runtime.saved import Entry, Kept, Layout, Role, Watch
+from hilore.runtime.unitbinding import UnitBinding, output_of
 
 if TYPE_CHECKING:
     from hilore.runtime.frame import Frame
-    from hilore.runtime.rerun import Sum
+    from hilore.runtime.region import Choice
 
 
 ACTIVATION = "activation"
 ENCODE_FLOOR_BYTES = 1 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class UnitBinding:
-    """A unit of the plan bound to the model. ``module`` runs the call (attention: the module that calls it).
-
-    ``front``: of a linear with its adapter the modules that a replay may run although the unit is left out.
-    ``derivations`` and ``sums``: what earlier calls showed (runtime/derive.py, rerun.py). ``encodings`` counts outputs
-    encoded since attach: stochastic rounding falls differently each time, and the same in every run.
-    """
-
-    name: str
-    kind: str
-    module: nn.Module
-    derivations: Known
-    front: tuple[nn.Module, ...] = ()
-    sums: dict[tuple[Any, ...], Sum | None] = field(default_factory=dict)
-    encodings: Iterator[int] = field(default_factory=count)
-
-    @classmethod
-    def of(cls, name: str, kind: str, module: nn.Module) -> UnitBinding:
-        return cls(name, kind, module, {}, front_modules(module) if kind != "attention" else ())
-
-    def own_state(self) -> list[torch.Tensor]:
-        """Parameters and buffers that its calls may save: of an adapter layer also those of its parts."""
-        modules = self.module.modules() if self.front else (self.module,)
-        state = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
-        return [t for t in state if t is not None]
 
 
 class UnitRecord:
@@ -140,7 +111,7 @@ class UnitRecord:
         """Forward: run a module of the unit's front."""
         return self.front.run(module, call, x, self.roles)
 
-    def keep(self, result: Any, codec: str | None, compute_dtype: torch.dtype | None) -> None:
+    def keep(self, result: Any, codec: str | None, compute_dtype: torch.dtype | None, choice: Choice) -> None:
         """Store the output: encoded where the plan says so and it is an activation, else as it is."""
         output = self._output(result)
         if codec is not None and compute_dtype is not None:
@@ -153,7 +124,8 @@ class UnitRecord:
         if codec is None or self.encode_role != ACTIVATION:
             self.kept = Kept(output, None)
         else:
-            self.kept = Kept(output, codec, rounding_seed(self.unit.name, next(self.unit.encodings), own_rank()))
+            seed = rounding_seed(self.unit.name, next(self.unit.encodings), own_rank())
+            self.kept = Kept(output, codec, seed, choice.tokens)
 
     def watch_output(self, result: Any) -> None:
         """Note whether glue changes the output in place: its placeholder could not take that."""
@@ -323,20 +295,6 @@ class UnitRecord:
             )
         offset = role.layout.offset - planned.offset + now.storage_offset()
         return now.detach().as_strided(role.layout.shape, role.layout.stride, offset)
-
-
-def output_of(unit_name: str, result: Any) -> tuple[torch.Tensor, int]:
-    """The one tensor in a call's result and its place (-1: the result itself)."""
-    if isinstance(result, torch.Tensor):
-        return result, -1
-    places = [i for i, item in enumerate(result) if isinstance(item, torch.Tensor)] if isinstance(result, tuple) else []
-    if len(places) != 1:
-        raise UnsupportedModelError(
-            f"{unit_name}: a unit must return one tensor, this one returned "
-            f"{len(places) if isinstance(result, tuple) else type(result).__name__}; leave it out of the plan",
-            unit=unit_name,
-        )
-    return result[places[0]], places[0]
 
 
 def _provenance(sources: list[torch.Tensor]) -> Provenance | None:

@@ -10,8 +10,13 @@ import pytest
 
 from hilore.cli import main
 from hilore.planner.actor import build_actor
+from hilore.planner.budget import MIB
 from hilore.planner.check import PlanCheck, Verification, error_limit, verify_plans
+from hilore.planner.checkfake import fake_update
+from hilore.planner.estimate import target_of
+from hilore.planner.plan_view import check_lines
 from hilore.planner.spec_types import ModelSpec
+from hilore.planner.wholeupdate import FixedPlan, peak_of_update
 from hilore.runtime.errors import FingerprintError, HiloreError
 from hilore.runtime.plan import Plan, Regime
 from hilore.runtime.planfile import save_plan
@@ -67,6 +72,21 @@ def test_a_fake_update_has_the_peak_of_a_real_one(plans: dict[str, Plan], spec: 
     fake, real = check(plans["R"], spec, fake=True)[0], check(plans["R"], spec)[0]
     assert fake.measured_peak_bytes == real.measured_peak_bytes
     assert (fake.exact, fake.error, fake.measured_gain) == (None, None, None)
+
+
+def test_blocks_and_segments_are_counted_apart_from_the_peak(plans: dict[str, Plan], spec: ModelSpec) -> None:
+    """Every tensor of this model is small: blocks of 512 B, cut from segments of 2 MiB."""
+    one, found = check(plans["R"], spec, fake=True)
+    with fake_update(spec, target_of(spec), plans["R"].length_bucket) as (actor, update, optimizer):
+        peak = peak_of_update(actor, FixedPlan("plan", plans["R"]), update, optimizer)
+    assert sum(size * count for size, count in peak.sizes.items()) == peak.peak_bytes
+    assert max(peak.sizes) <= MIB
+    in_blocks = sum(-(-size // 512) * 512 * count for size, count in peak.sizes.items())
+    assert one.rounding_bytes == in_blocks - peak.peak_bytes > 0
+    assert one.segment_bytes == -(-in_blocks // (2 * MIB)) * 2 * MIB - peak.peak_bytes
+    expected = f"up to {one.rounding_bytes / MIB:,.1f} MiB more as allocated (blocks of 512 B)"
+    assert [expected in line for line in check_lines(found)] == [False, True, False]
+    assert check_lines(check(plans["R"], spec)[1])[1:] == ["every plan keeps its promises"]
 
 
 def test_a_gradient_error_over_delta_is_a_breach(plans: dict[str, Plan], spec: ModelSpec) -> None:

@@ -12,7 +12,8 @@ import torch
 from bench import device
 from bench.device_bias import biases, call_times
 from bench.device_card import DevicePeaks, deterministic
-from bench.device_runs import DeviceReport, DeviceRow, _breaches
+from bench.device_rows import DeviceRow, row_breaches
+from bench.device_runs import DeviceReport
 from tests.solver_fixtures import MIB, qwen_trace
 
 POLICIES = [
@@ -83,14 +84,14 @@ def test_a_peak_over_its_promise_and_a_gradient_over_the_noise_are_breaches(meas
     assert isinstance(report, dict)
     fields = {name: value for name, value in report["rows"][2].items() if name in DeviceRow.__slots__}
     good = DeviceRow(**fields | {"device": DevicePeaks(None, None, None)})
-    assert list(_breaches([good], 0.01)) == []
+    assert list(row_breaches([good], 0.01)) == []
     low = replace(good, predicted_bytes=good.counted_bytes - MIB)
-    assert [line.split(" is ")[1] for line in _breaches([low], 0.01)] == ["1.00 MiB over the predicted peak"]
+    assert [line.split(" is ")[1] for line in row_breaches([low], 0.01)] == ["1.00 MiB over the predicted peak"]
     on_a_card = replace(good, device=DevicePeaks(good.predicted_bytes + 2 * MIB, None, None), budget_bytes=None)
-    assert [line.split(" is ")[1] for line in _breaches([on_a_card], 0.01)] == ["2.00 MiB over the predicted peak"]
+    assert [line.split(" is ")[1] for line in row_breaches([on_a_card], 0.01)] == ["2.00 MiB over the predicted peak"]
     wrong = replace(good, exact=False, error=0.02)
-    assert len(list(_breaches([wrong], 0.01))) == 1
-    assert list(_breaches([wrong], 0.03)) == []
+    assert len(list(row_breaches([wrong], 0.01))) == 1
+    assert list(row_breaches([wrong], 0.03)) == []
 
 
 def test_deterministic_kernels_only_inside_the_block() -> None:

@@ -196,3 +196,12 @@ def test_a_tensor_made_of_tensors_counts_as_those() -> None:
         product.add_(wrapped)
         del product
         assert meter.live_bytes == 2 * 4 * KIB
+
+
+def test_shapes_without_memory_do_not_count() -> None:
+    with StorageMeter() as meter:
+        shape = torch.empty(1 << 20, device="meta")
+        shape = shape.to(torch.bfloat16)
+        assert (meter.live_bytes, meter.peak_bytes) == (0, 0)
+        real = torch.ones(8)
+        assert meter.live_bytes == real.nbytes == 32

@@ -140,6 +140,7 @@ def test_show_says_what_the_peak_is_made_of(
     assert total == sum(sizes.values()) == plan.predicted.peak_bytes
     gc_peak, no_gc_peak = reference_peaks(trace)
     assert rows[-1][2:] == [f"{peak / MIB:,.2f}" for peak in (total, gc_peak, no_gc_peak)]
+    assert "blocks of 512 B and segments of 2 MiB is apart from them" in lines[-1]
 
     assert main(["show", "a.json", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["plans"][0]

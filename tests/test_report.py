@@ -147,6 +147,7 @@ def test_its_figures_are_those_of_the_plans(folder: Path, capsys: pytest.Capture
     assert sum(sizes[:-1]) == pytest.approx(sizes[-1], abs=0.1)
     highest = max(plan.predicted.peak_bytes for plan in plans if plan.length_bucket == 2048)
     assert parts[-1][1] == f"{highest / MIB:,.2f}"
+    assert "blocks of 512 B and segments of 2 MiB is apart from them" in text
 
 
 def test_a_map_has_one_cell_per_unit_in_its_mode(folder: Path) -> None:

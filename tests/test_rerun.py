@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hilore.runtime.region import ATTENTION
 from hilore.runtime.rerun import Sum, run_again
-from hilore.runtime.unit import UnitBinding
+from hilore.runtime.unitbinding import UnitBinding
 from tests import models
 from tests.plans import assert_exact, attach_plan, gradients, loss_of, plan_for
 

@@ -17,6 +17,7 @@ from hilore.runtime.codecs.exact import EXACT
 from hilore.runtime.codecs.form import BLOCK, all_names, parse_form
 from hilore.runtime.codecs.grouped import GroupCodec
 from hilore.runtime.codecs.seeds import rounding_seed
+from hilore.runtime.codecs.tokens import token_codec
 from hilore.runtime.errors import CodecError
 
 _COMMON = (
@@ -42,14 +43,15 @@ def get_codec(name: str) -> Codec:
         if problem:
             raise CodecError(f"Unknown codec {name!r}; {problem}", codec=name)
         form = parse_form(name)
-        assert form is not None
-        codec = _codecs.setdefault(name, GroupCodec(form))
+        made = GroupCodec(form) if form is not None else token_codec(name)
+        assert made is not None
+        codec = _codecs.setdefault(name, made)
     return codec
 
 
 def codec_problem(name: object) -> str:
     """Why nothing is called so, with the closest name; empty for the name of a codec."""
-    if isinstance(name, str) and (name in _codecs or parse_form(name) is not None):
+    if isinstance(name, str) and (name in _codecs or parse_form(name) is not None or token_codec(name) is not None):
         return ""
     close = difflib.get_close_matches(str(name), CODEC_NAMES, n=1) or difflib.get_close_matches(
         str(name), all_names(), n=1

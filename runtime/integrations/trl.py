@@ -128,7 +128,13 @@ class Link:
         loss = self._given if self._given is not None else loss_of(self.trainer, inputs)
         advantages, mask, old_logps, ref_logps = exposure_inputs(inputs)
         with self.runtime.microbatch(
-            advantages, mask, old_logps=old_logps, ref_logps=ref_logps, loss=loss, skip_null=self._skip_null
+            advantages,
+            mask,
+            old_logps=old_logps,
+            ref_logps=ref_logps,
+            loss=loss,
+            skip_null=self._skip_null,
+            prompt_mask=inputs.get("prompt_mask"),
         ) as microbatch:
             self._open = microbatch
             try:
