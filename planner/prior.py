@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from hilore.planner.codec_law import estimated_error
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Bucket, Calibration, UnitRisk
+from hilore.runtime.codecs.tokens import token_codec
 from hilore.runtime.eligibility import unsuitable
 
 ERRORS: dict[str, dict[str, float]] = {
@@ -23,12 +24,16 @@ ERRORS: dict[str, dict[str, float]] = {
     "v": {"int8-g128": 1.205, "int8-g64": 0.766, "fp8-e4m3": 2.816, "int4-g64": 13.079},
 }
 # What is offered where model.yaml names no codecs: none is beaten by another in bytes, error and time at once.
-# 6 to 10 bits are where the choice lies; plain int8 is the fastest.
+# 6 to 10 bits are where the choice lies; plain int8 is the fastest. What bits by token gain only rollouts can tell.
 _CENTRED = tuple(f"int{bits}-g32-s8-cm-h64" for bits in (10, 8, 7, 6))
 _NOT_CENTRED = tuple(f"int{bits}-g32-s8-h64" for bits in (10, 8, 7, 6))
+_BY_TOKEN = (8, 6, 5)
 DEFAULT_CODECS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gate", "up", "attention", "o"), ("int8-g64", *_CENTRED)),
-    "v": ("int8-g64", *_NOT_CENTRED),
+    **dict.fromkeys(
+        ("gate", "up", "attention", "o"),
+        ("int8-g64", *_CENTRED, *(f"tw{bits}-g32-s8-cm-h64" for bits in _BY_TOKEN)),
+    ),
+    "v": ("int8-g64", *_NOT_CENTRED, *(f"tw{bits}-g32-s8-h64" for bits in _BY_TOKEN)),
 }
 # Another model's weights and batches moved the figures by up to a quarter (docs/measurements/prior.md).
 MARGIN = 1.25
@@ -42,12 +47,13 @@ PSI_EDGES = (0.5, 1.0, 2.5)
 ASSUMED_FREQUENCIES = (0.25, 0.25, 0.25, 0.25)
 
 
-def prior_codecs(kind: str, allowed: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Codecs to offer to a unit kind: the default ones (``allowed`` None), or those of ``allowed`` whose error on it is
-    known or can be estimated, and which suit it."""
-    if allowed is None:
-        return DEFAULT_CODECS.get(kind, ())
-    return tuple(codec for codec in allowed if prior_error(kind, codec) is not None)
+def prior_codecs(kind: str, spec: ModelSpec) -> tuple[str, ...]:
+    """Codecs to offer to a unit kind: the default ones where model.yaml names none (packed rows have no use for bits by
+    token), or those of it whose error on this kind is known or can be estimated, and which suit it."""
+    if spec.codecs is not None:
+        return tuple(codec for codec in spec.codecs if prior_error(kind, codec) is not None)
+    default = DEFAULT_CODECS.get(kind, ())
+    return tuple(codec for codec in default if spec.batch.layout != "packed" or token_codec(codec) is None)
 
 
 def prior_error(kind: str, codec: str) -> float | None:
