@@ -6,23 +6,25 @@ kappa2 of every unit, codec and context is fitted (planner/calibration_fit.py). 
 same few further plans, random ones and plans that the solver makes of the fit, and the bound on what an update's error
 may be above the fitted one is taken over updates resampled from the microbatches (planner/calibration_bound.py).
 
-Passes per microbatch: an exact one for each of the two parts, ``fit_passes`` and SCORED_PLANS, and on the first one
-four controls (both layouts in both precisions): fewer than MOST_PASSES whatever the number of units and codecs.
+Passes per microbatch: an exact one (or one for each of the two parts, where the host has no room to keep so many
+gradients), ``fit_passes`` and SCORED_PLANS, and on the first one four controls (both layouts in both precisions): fewer
+than MOST_PASSES whatever the number of units and codecs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from hilore.planner.actor import Actor, build_actor, with_reference
-from hilore.planner.calibration_bound import Bound, ScoredPlan, bound_errors, cross_fitted, folds_of
+from hilore.planner.calibration_bound import Bound, Measurements, ScoredPlan, bound_errors, cross_fitted, folds_of
 from hilore.planner.calibration_fit import Observation, RiskModel, fit
-from hilore.planner.calibration_measure import MOST_PASSES, Measuring, digest, fit_passes, layout_noise, seed_of
+from hilore.planner.calibration_identity import identity_of, refuse_another_actor, refuse_calibration
+from hilore.planner.calibration_measure import MOST_PASSES, Measuring, fit_passes, layout_noise, seed_of
 from hilore.planner.calibration_plans import every_lossy_unit, lossy_units, random_plans
 from hilore.planner.calibration_sources import Recording, generate_file, is_null, recorded, synthetic
 from hilore.planner.calibration_state import CalibrationState
@@ -36,13 +38,14 @@ from hilore.planner.stepping import float32_twin
 from hilore.planner.trace import Calibration, ExposureSample, Trace, UnitRisk
 from hilore.planner.updates import MeasuredMicrobatch
 from hilore.planner.verify import reference_peaks
-from hilore.runtime.errors import HiloreError, UnsupportedModelError
+from hilore.runtime.errors import UnsupportedModelError
 from hilore.runtime.exposure import LOG_MOVE
 from hilore.runtime.plan import Plan
 
-__all__ = ["MOST_PASSES", "calibrate_trace", "fit_passes", "refuse_calibration"]
+__all__ = ["MOST_PASSES", "calibrate_trace", "fit_passes", "measurements_of", "refuse_calibration"]
 
 Progress = Callable[[str, int, int], None]
+
 
 # Where the solver's own plans come from: (share of the way from GC's peak to No-GC's, delta).
 OWN_PLANS = ((0.15, 1.0), (0.4, 2.0))
@@ -55,17 +58,6 @@ KAPPA_DIGITS = 6
 NOTE = "calibration: "
 
 
-def refuse_calibration(spec: ModelSpec, *, estimated: bool) -> None:
-    """Raise UnsupportedModelError for a ``calibration.source`` that cannot be carried out on this machine."""
-    source = spec.calibration.source
-    if source != "prior" and estimated:
-        raise UnsupportedModelError(
-            f"calibration.source: {source} runs the actor, and its device is not here; use `source: prior`, or trace "
-            "on the machine that will train",
-            unit="calibration.source",
-        )
-
-
 def calibrate_trace(
     spec: ModelSpec,
     trace: Trace,
@@ -74,41 +66,48 @@ def calibrate_trace(
     rollouts: Path | None = None,
     state: Path | None = None,
     seed: int = 0,
+    keep_state: bool = False,
 ) -> Trace:
     """The trace with risk and exposure measured as ``spec.calibration`` says.
 
     ``rollouts``: the file to read (source rollouts; by default ``calibration.path``), or to write and read (source
     generate: one that is there is only read). ``state``: where measurements are kept until all are there, so that an
-    interrupted calibration goes on from them; the same seed gives the same trace either way. Raises HiloreError where
-    spec and trace are not of one actor, RolloutFileError, ConfidenceError, CalibrationStateError,
-    UnsupportedModelError, SourceError.
+    interrupted calibration goes on from them; the same seed gives the same trace either way. It goes when all is done
+    unless ``keep_state``. Raises HiloreError where spec and trace are not of one actor, RolloutFileError,
+    ConfidenceError, CalibrationStateError, UnsupportedModelError, SourceError.
     """
-    tell = progress or (lambda _label, _done, _total: None)
-    refuse_calibration(spec, estimated=trace.estimated)
-    _refuse_another_actor(spec, trace)
-    native = build_actor(spec, device=torch.device(spec.device.kind), live_adapters=True, seed=seed)
-    recording = _recording(native, trace, rollouts, tell, seed)
-    store = CalibrationState(state, _identity(spec, trace, recording, seed))
-    run = _Run(trace, native, recording, store, seed, tell)
-    del native
+    run, store = _opened(spec, trace, progress, rollouts, state, seed)
     done = False
     try:
-        calibrated = run.calibrate()
+        calibrated, _ = run.calibrate()
         done = True
     finally:
-        store.close(done=done)
+        store.close(done=done and not keep_state)
     return calibrated
 
 
-def _identity(spec: ModelSpec, trace: Trace, recording: Recording, seed: int) -> dict[str, object]:
-    """What must be the same for measurements to be used again."""
-    return {
-        "trace": digest(asdict(trace) | {"calibration": None, "notes": None, "spec": None}),
-        "model.yaml": digest(spec_as_dict(spec) | {"defaults_taken": None}),
-        "rollouts": recording.digest,
-        "seed": seed,
-        "threads": torch.get_num_threads(),
-    }
+def measurements_of(
+    spec: ModelSpec, trace: Trace, progress: Progress | None = None, *, rollouts: Path, state: Path, seed: int = 0
+) -> Measurements:
+    """What a calibration measured whose state was kept. Arguments and errors as for ``calibrate_trace``."""
+    run, store = _opened(spec, trace, progress, rollouts, state, seed)
+    try:
+        _, found = run.calibrate()
+    finally:
+        store.close(done=False)
+    return found
+
+
+def _opened(
+    spec: ModelSpec, trace: Trace, progress: Progress | None, rollouts: Path | None, state: Path | None, seed: int
+) -> tuple[_Run, CalibrationState]:
+    tell = progress or (lambda _label, _done, _total: None)
+    refuse_calibration(spec, estimated=trace.estimated)
+    refuse_another_actor(spec, trace)
+    native = build_actor(spec, device=torch.device(spec.device.kind), live_adapters=True, seed=seed)
+    recording = _recording(native, trace, rollouts, tell, seed)
+    store = CalibrationState(state, identity_of(spec, trace, recording, seed))
+    return _Run(trace, native, recording, store, seed, tell), store
 
 
 def _recording(actor: Actor, trace: Trace, rollouts: Path | None, tell: Progress, seed: int) -> Recording:
@@ -143,7 +142,7 @@ class _Run:
         self._exposed = [place for place, batch in enumerate(self._batches) if not is_null(self.spec.loss, batch)]
         self._first = self._batches[self._exposed[0]]
 
-    def calibrate(self) -> Trace:
+    def calibrate(self) -> tuple[Trace, Measurements]:
         """Everything in order; the native actor goes once its float32 twin takes over."""
         reasons = self._hold_only()
         native_noise = self._noise("native", self._native)
@@ -156,7 +155,9 @@ class _Run:
             model = fit(observations, self._regions)
             plans = self._scored_plans(model)
             measured = measuring.scored(plans)
-        bound = self._bound(measured, plans, observations)
+        bucket = self._trace.buckets[-1]
+        scored = tuple(ScoredPlan(row, lossy_units(bucket, plan.regions)) for row, plan in enumerate(plans))
+        bound = self._bound(measured, scored, observations)
         calibration = replace(
             self._calibration(model, bound, [found.psi for found in measured]),
             noise_floor=self._noise("float32", twin),
@@ -165,12 +166,13 @@ class _Run:
         notes = [f"{name} can only be held: {reason}" for name, reason in reasons.items()]
         notes += _move_notes(*measuring.largest_log_move)
         kept = [note for note in self._trace.notes if not note.startswith(NOTE)]
-        return replace(
+        calibrated = replace(
             self._trace,
             spec=spec_as_dict(self.spec),
             calibration=calibration,
             notes=(*kept, *(NOTE + note for note in notes)),
         )
+        return calibrated, Measurements(tuple(observations), scored, tuple(measured), tuple(self._exposed))
 
     @property
     def _regions(self) -> int:
@@ -219,15 +221,15 @@ class _Run:
         return (plan,) if plan.count("L") else ()
 
     def _bound(
-        self, measured: Sequence[MeasuredMicrobatch], plans: Sequence[Plan], observations: Sequence[Observation]
+        self, measured: Sequence[MeasuredMicrobatch], plans: Sequence[ScoredPlan], observations: Sequence[Observation]
     ) -> Bound:
         if not plans:
             samples = tuple(ExposureSample(found.psi, found.gradient.square, 1.0) for found in measured)
             return Bound(1.0, 1.0, samples)
-        bucket, folds = self._trace.buckets[-1], folds_of(self._exposed)
+        folds = folds_of(self._exposed)
         return bound_errors(
             measured,
-            [ScoredPlan(row, lossy_units(bucket, plan.regions)) for row, plan in enumerate(plans)],
+            plans,
             cross_fitted(observations, self._regions, folds),
             folds,
             loss_kind=self.spec.loss.kind,
@@ -283,13 +285,3 @@ def _held_only(trace: Trace, reasons: dict[str, str]) -> Trace:
             for bucket in trace.buckets
         ),
     )
-
-
-def _refuse_another_actor(spec: ModelSpec, trace: Trace) -> None:
-    mine, its = spec_as_dict(spec), trace.spec
-    differs = [key for key in mine if key not in ("calibration", "defaults_taken") and mine[key] != its.get(key)]
-    if differs:
-        raise HiloreError(
-            f"{spec.path}: {differs[0]} is not that of the trace of {trace.name} ({mine[differs[0]]} against "
-            f"{its.get(differs[0])}); trace again with: hilore-plan trace {spec.path}"
-        )

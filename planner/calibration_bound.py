@@ -34,6 +34,19 @@ class ScoredPlan:
     units: tuple[LossyUnit, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Measurements:
+    """What a calibration rests on: its random plans' errors, and every microbatch under each of ``plans``.
+
+    ``exposed``: places in ``measured`` of those that have an exposure.
+    """
+
+    observations: tuple[Observation, ...]
+    plans: tuple[ScoredPlan, ...]
+    measured: tuple[MeasuredMicrobatch, ...]
+    exposed: tuple[int, ...]
+
+
 def folds_of(microbatches: Sequence[int]) -> dict[int, int]:
     """The fold of each microbatch, by turns."""
     return {place: turn % FOLDS for turn, place in enumerate(microbatches)}
@@ -60,8 +73,9 @@ def bound_errors(
 ) -> Bound:
     """Split conformal over updates resampled from the microbatches, those of exposure 0 among them.
 
-    An update's score is its measured error over the predicted one, the largest over ``plans``; a microbatch's error is
-    predicted by the model that was fitted without it, and models are fitted on other plans. Raises ConfidenceError.
+    An update's score is its measured error over the predicted one; a microbatch's error is predicted by the model that
+    was fitted without it, and models are fitted on other plans. What is promised is promised of one plan, so each of
+    ``plans`` has its bound, and the largest of them is the one that counts. Raises ConfidenceError.
     """
     exposed = sum(found.gradient.square > 0 for found in measured)
     check_confidence(exposed, confidence, "microbatches that are not clipped throughout")
@@ -77,7 +91,7 @@ def bound_errors(
         expected2: Floats = (shares * predicted2[row][fold[picks]]).sum(axis=1)
         scores2[row] = composer.squared_errors(picks, everywhere) / expected2
     return Bound(
-        interaction=upper_bound(np.sqrt(scores2.max(axis=0)), exposed, confidence),
+        interaction=max(upper_bound(np.sqrt(scores), exposed, confidence) for scores in scores2),
         mean=float(np.sqrt(scores2.mean())),
         samples=tuple(
             ExposureSample(

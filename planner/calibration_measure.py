@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from hilore.planner.actor import Actor
 from hilore.planner.calibration_fit import Observation, expected_model
 from hilore.planner.calibration_plans import lossy_units, random_plans
@@ -27,6 +29,8 @@ MOST_PASSES = 64
 # Random plans for the fit, all microbatches together, and bounds on how many of them one microbatch gets.
 FIT_PLANS = 160
 FIT_PASSES = (6, 40)
+# Exact gradients wait on the host for the second part as long as they take no more than this.
+KEPT_BYTES = 2**30
 
 
 def fit_passes(microbatches: int) -> int:
@@ -56,6 +60,17 @@ class Measuring:
         self._store = store
         self._seed = seed
         self._tell = tell
+        self._kept: dict[int, _Exact] = {}
+        self._room_bytes = KEPT_BYTES
+
+    def _exact(self, place: int) -> _Exact:
+        """The exact gradient of a microbatch, of an earlier part where it was kept."""
+        return self._kept.pop(place, None) or _Exact(self.instrument, self.batches[place])
+
+    def _keep(self, place: int, exact: _Exact) -> None:
+        if exact.kept_bytes <= self._room_bytes:
+            self._room_bytes -= exact.kept_bytes
+            self._kept[place] = exact.on_host()
 
     def observations(self) -> list[Observation]:
         """Random plans on every microbatch, each its own."""
@@ -65,13 +80,14 @@ class Measuring:
         for done, place in enumerate(self.exposed):
             name = f"fit-{place}"
             plans = random_plans(self.trace, count, expected, seed=seed_of(self._seed, place), name=name)
-            exact = _Exact(self.instrument, self.batches[place])
+            exact = self._exact(place)
             for row, plan in enumerate(plans):
                 self._tell("calibrate: random plans", done * count + row, len(self.exposed) * count)
                 squared = self._store.get(plan.name)
                 if squared is None:
                     squared = self._store.put(plan.name, exact.squared_error(plan))
                 found.append(Observation(place, lossy_units(bucket, plan.regions), squared))
+            self._keep(place, exact)
         return found
 
     def scored(self, plans: Sequence[Plan]) -> list[MeasuredMicrobatch]:
@@ -89,7 +105,7 @@ class Measuring:
         return measured
 
     def _measured(self, place: int, plans: Sequence[Plan], keys: Sequence[str]) -> MeasuredMicrobatch:
-        exact = _Exact(self.instrument, self.batches[place])
+        exact = self._exact(place)
         found = self._store.get(f"exact-{place}")
         if found is None:
             found = self._store.put(f"exact-{place}", exact.as_json())
@@ -113,12 +129,26 @@ class _Exact:
         self._instrument = instrument
         self._batch = batch
         self._found: Backward | None = None
+        self._device: torch.device | None = None
 
     @property
     def backward(self) -> Backward:
         if self._found is None:
             self._found = self._instrument.exact(self._batch)
+        elif self._device is not None:
+            self._found, self._device = self._found.moved(self._device), None
         return self._found
+
+    @property
+    def kept_bytes(self) -> int:
+        return 0 if self._found is None else sum(gradient.nbytes for gradient in self._found.gradients)
+
+    def on_host(self) -> _Exact:
+        """The same with its gradients on the host until they are needed again."""
+        if self._found is not None and self._device is None:
+            self._device = self._found.gradients[0].device
+            self._found = self._found.moved(torch.device("cpu"))
+        return self
 
     def error(self, plan: Plan) -> Sketch:
         return self._instrument.error(self._batch, plan, self.backward)

@@ -3,7 +3,8 @@
 Of n exchangeable scores and one more, the new one is at most the k-th smallest of the n with probability of at least
 k / (n + 1); so confidence 1 - a takes k = ceil((n + 1)(1 - a)), and n scores carry at most n / (n + 1) (Vovk, Gammerman
 and Shafer 2005; Lei et al. 2018, arXiv:1604.04173). Scores of updates that are resampled from n microbatches are not n
-independent ones: there the same *level* k / n is taken of their distribution, so that resampling adds no confidence.
+independent ones: there the same *level* (1 - a)(n + 1) / n is taken of their distribution, which is above 1 - a by what
+n samples cannot tell, so that resampling adds no confidence. (As many scores as samples: rank k again.)
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def upper_bound(scores: Floats, samples: int, confidence: float) -> float:
     With as many scores as samples this is the split conformal bound itself. Raises ConfidenceError.
     """
     check_confidence(samples, confidence, "samples")
-    place = math.ceil((samples + 1) * Fraction(str(confidence)))
-    rank = math.ceil(Fraction(place, samples) * len(scores))
+    level = Fraction(str(confidence)) * Fraction(samples + 1, samples)
+    rank = math.ceil(level * len(scores))
     return float(np.partition(scores, rank - 1)[rank - 1])
 
 
@@ -72,3 +73,13 @@ def consecutive_updates(microbatches: int, size: int) -> Integers:
     """
     taken = max(1, min(size, microbatches // 2))
     return (np.arange(microbatches)[:, None] + np.arange(taken)) % microbatches
+
+
+def disjoint_updates(microbatches: int, size: int) -> Integers:
+    """Runs of ``size`` microbatches in the order of training that share none, [microbatches // size, size].
+
+    One shorter run where there are fewer microbatches than that.
+    """
+    taken = max(1, min(size, microbatches))
+    whole = microbatches // taken
+    return np.arange(whole * taken, dtype=np.int64).reshape(whole, taken)

@@ -9,7 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from hilore.planner.evidence import Coverage, Ranking
-from hilore.planner.heldout import CandidateEvidence, RegimeRow
+from hilore.planner.heldout import CandidateEvidence
+from hilore.planner.heldout_regimes import RegimeRow
 
 
 def candidates_table(rows: Sequence[CandidateEvidence], title: str) -> Table:
@@ -35,6 +36,25 @@ def candidates_table(rows: Sequence[CandidateEvidence], title: str) -> Table:
             f"{row.over_quadrature:.2f}",
             f"{row.over_linear:.2f}",
             f"{row.spearman:.2f}",
+        )
+    return table
+
+
+def limits_table(rows: Sequence[CandidateEvidence], title: str) -> Table:
+    """How sure the coverage is: composed updates share microbatches, the others do not."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("plans")
+    for column in ("composed updates", "disjoint updates", "single microbatches", "largest measured/limit", "audit"):
+        table.add_column(column)
+    for row in rows:
+        alarm = "no alarm" if row.audit.alarm_after is None else f"ALARM after {row.audit.alarm_after}"
+        table.add_row(
+            row.name,
+            _covered(row.coverage),
+            _covered(row.disjoint),
+            _covered(row.alone),
+            f"{row.coverage.largest_ratio:.2f}",
+            f"{100 * row.audit.error:.3f} % over {row.audit.audits}, {alarm}",
         )
     return table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,10 @@ class Backward:
 
     def distance(self, other: Backward) -> tuple[Tensor, ...]:
         return tuple(mine - its for mine, its in zip(self.gradients, other.gradients, strict=True))
+
+    def moved(self, device: torch.device) -> Backward:
+        """The same with its gradients there."""
+        return replace(self, gradients=tuple(gradient.to(device) for gradient in self.gradients))
 
 
 def backward(actor: Actor, microbatch: Microbatch, *, seed: int) -> Backward:

@@ -11,14 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import torch
 
 from hilore.planner.calibration_measure import digest
 from hilore.planner.calibration_plans import Expected, LossyUnit, lossy_units, random_plans
+from hilore.planner.calibration_sources import is_null
 from hilore.planner.calibration_state import CalibrationState, sketch_as_json, sketch_from_json
-from hilore.planner.conformal import Floats, Integers, resampled_updates
+from hilore.planner.conformal import Floats, Integers, disjoint_updates, resampled_updates
 from hilore.planner.evidence import Coverage, coverage, ranking
 from hilore.planner.exposure_features import ExposureFeatures, exposure_features
 from hilore.planner.gradient_error import Backward, Instrument
+from hilore.planner.heldout_audit import AuditOutcome, audited
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.sketch import Sketch
 from hilore.planner.trace import Trace
@@ -63,6 +66,11 @@ class CandidateEvidence:
     ``worst_region``: error of the parameters of the region where it is largest. ``over_quadrature``,
     ``over_linear``: measured over the plain quadrature and over the linear sum. ``lossy_updates``: updates in which
     anything was encoded.
+
+    Composed updates share microbatches, so that their number says nothing of certainty. ``disjoint``: updates of the
+    exposed microbatches in the order of the file, none shared. ``alone``: each exposed microbatch as an update of its
+    own, which asks for more, since an update of such as are within the limit is within it. ``audit``: what an audit of
+    every exposed microbatch would find.
     """
 
     name: str
@@ -76,6 +84,9 @@ class CandidateEvidence:
     over_linear: float
     spearman: float
     lossy_updates: int
+    disjoint: Coverage
+    alone: Coverage
+    audit: AuditOutcome
 
 
 def plan_candidates(plans: Sequence[Plan], name: str) -> Candidate:
@@ -122,9 +133,18 @@ def measure_held_out(
         exact: Backward | None = None
         found = store.get(f"exact-{place}")
         if found is None:
-            exact = instrument.exact(batch)
-            gradient = sketch_as_json(instrument.sketcher.sketch(exact.gradients))
-            seen = exposure_features(instrument.actor.spec.loss, batch, exact.logps).as_json()
+            loss = instrument.actor.spec.loss
+            if is_null(loss, batch):
+                # Whatever the log-probs are.
+                logps, sketch = (
+                    torch.zeros_like(batch.completion_mask, dtype=torch.float32),
+                    instrument.sketcher.nothing(),
+                )
+            else:
+                exact = instrument.exact(batch)
+                logps, sketch = exact.logps, instrument.sketcher.sketch(exact.gradients)
+            gradient = sketch_as_json(sketch)
+            seen = exposure_features(loss, batch, logps).as_json()
             found = store.put(f"exact-{place}", {"features": seen, "gradient": gradient})
         features.append(ExposureFeatures.from_json(found["features"]))
         psi = features[-1].psi
@@ -179,6 +199,7 @@ def _of_candidate(
     predicted = trace.calibration.interaction * quadrature
     limit = found.candidates[place].limit
     lossy = quadrature > 0
+    exposed: Integers = np.flatnonzero(composer.squares)
     return CandidateEvidence(
         name=found.candidates[place].name,
         limit=limit,
@@ -191,7 +212,25 @@ def _of_candidate(
         over_linear=_median_ratio(measured, linear),
         spearman=ranking(predicted, measured).spearman,
         lossy_updates=int(lossy.sum()),
+        disjoint=_coverage_of(found, composer, trace, exposed[disjoint_updates(len(exposed), picks.shape[1])], place),
+        alone=_coverage_of(found, composer, trace, exposed[:, None], place),
+        audit=audited(
+            found.measured, place, [_allowed(found, trace, row, place) for row in range(len(found.measured))]
+        ),
     )
+
+
+def _coverage_of(found: HeldOut, composer: Composer, trace: Trace, picks: Integers, place: int) -> Coverage:
+    """Of the updates ``picks``: of the candidate's limit, or of the bound where it has none."""
+    measured = np.sqrt(composer.squared_errors(picks, np.full(picks.shape, place)))
+    limit = found.candidates[place].limit
+    quadrature = np.sqrt((composer.shares(picks) * found.quadrature2[:, place][picks]).sum(axis=1))
+    return coverage(measured, trace.calibration.interaction * quadrature if limit is None else limit)
+
+
+def _allowed(found: HeldOut, trace: Trace, row: int, place: int) -> float:
+    limit = found.candidates[place].limit
+    return trace.calibration.interaction * math.sqrt(found.quadrature2[row, place]) if limit is None else limit
 
 
 def all_spearman(found: HeldOut, trace: Trace, *, accumulation: int, updates: int = 200, seed: int = 1) -> float:
@@ -208,65 +247,3 @@ def all_spearman(found: HeldOut, trace: Trace, *, accumulation: int, updates: in
 def _median_ratio(measured: Floats, of: Floats) -> float:
     there = of > 0
     return float(np.median(measured[there] / of[there])) if there.any() else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class RegimeRow:
-    """Microbatches of one kind: how strongly the loss weighs them, what they keep and encode, what it costs them.
-
-    ``omega``, ``exposure``: mean |omega| and psi over all microbatches' mean. ``kept``, ``lossy``: mean shares of the
-    units of the plan that each ran under. ``drift``: root mean square of the microbatches' own relative errors.
-    """
-
-    kind: str
-    microbatches: int
-    omega: float
-    exposure: float
-    kept: float
-    lossy: float
-    drift: float
-
-
-def regime_rows(found: HeldOut, candidate: int) -> tuple[RegimeRow, ...]:
-    """Of the microbatches with a gradient: low and high |A| (below and above the median), clipped (more than the
-    median share of those that are clipped at all) and active unclipped (not clipped, exposure above the median)."""
-    there = [place for place, one in enumerate(found.measured) if one.gradient.square > 0]
-    if not there:
-        return ()
-    advantage = np.array([found.features[place].advantage for place in there])
-    psi = np.array([found.features[place].psi for place in there])
-    clipped = np.array([found.features[place].clipped for place in there])
-    touched = clipped[clipped > 0]
-    kinds = {
-        "low |A|": advantage <= np.median(advantage),
-        "high |A|": advantage > np.median(advantage),
-        "clipped": clipped > (np.median(touched) if len(touched) > 1 else 0),
-        "active unclipped": (clipped == 0) & (psi > np.median(psi)),
-    }
-    omega = np.array([found.features[place].mean_omega for place in there])
-    rows = []
-    for kind, members in kinds.items():
-        if not members.any():
-            continue
-        places = [place for place, inside in zip(there, members, strict=True) if inside]
-        plans = [found.candidates[candidate].plan_for(found.features[place].psi) for place in places]
-        highest = found.candidates[candidate].plans[-1]
-        squares = [found.measured[place].squared_error(candidate) for place in places]
-        rows.append(
-            RegimeRow(
-                kind=kind,
-                microbatches=len(places),
-                omega=float(omega[members].mean() / omega.mean()),
-                exposure=float(psi[members].mean() / psi.mean()),
-                kept=_mean_share([plan or highest for plan in plans], "H"),
-                lossy=_mean_share(plans, "L"),
-                drift=math.sqrt(sum(squares) / len(squares)),
-            )
-        )
-    return tuple(rows)
-
-
-def _mean_share(plans: Sequence[Plan | None], mode: str) -> float:
-    """None (above every regime: L units run as R) has no unit of the mode."""
-    shares = [plan.count(mode) / len(plan.unit_names) for plan in plans if plan is not None]
-    return sum(shares) / len(plans)

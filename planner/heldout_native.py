@@ -20,7 +20,7 @@ from hilore.planner.stepping import reshuffled
 from hilore.planner.updates import Composer, MeasuredMicrobatch
 
 Progress = Callable[[str, int, int], None]
-PLAN, CONTROL = 0, 1
+CONTROL = 0  # the plans follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,38 +32,47 @@ class NativeErrors:
 
 
 def measure_native(
-    instrument: Instrument, batches: Sequence[Microbatch], candidate: Candidate, store: CalibrationState, tell: Progress
+    instrument: Instrument,
+    batches: Sequence[Microbatch],
+    candidates: Sequence[Candidate],
+    store: CalibrationState,
+    tell: Progress,
 ) -> tuple[MeasuredMicrobatch, ...]:
-    """``instrument``: on the actor as it trains. Every microbatch in eager, under its plan, and in another layout."""
+    """``instrument``: on the actor as it trains. Every microbatch in eager, in another layout, and under each
+    candidate's plan."""
     measured = []
     for place, batch in enumerate(batches):
-        tell(f"own dtypes, {candidate.name}", place, len(batches))
-        found = store.get(f"native-{candidate.name}-{place}")
+        tell("own dtypes", place, len(batches))
+        found = store.get(f"native-{place}")
         if found is None:
             exact = instrument.exact(batch)
-            plan = candidate.plan_for(exact.exposure)
-            lossy = plan is not None and plan.count("L") > 0 and exact.exposure > 0
-            error = instrument.error(batch, plan, exact) if plan is not None and lossy else None
-            control = instrument.sketcher.sketch(instrument.exact(reshuffled(batch)).distance(exact))
+            plans = [candidate.plan_for(exact.exposure) for candidate in candidates]
+            errors = [instrument.exact(reshuffled(batch)).distance(exact)]
+            for plan in plans:
+                encodes = plan is not None and plan.count("L") > 0
+                under = instrument.under(batch, plan) if plan is not None and encodes else exact
+                errors.append(under.distance(exact))
             found = {
                 "psi": exact.exposure,
                 "gradient": sketch_as_json(instrument.sketcher.sketch(exact.gradients)),
-                "plan": sketch_as_json(error or instrument.sketcher.nothing()),
-                "control": sketch_as_json(control),
+                "errors": [sketch_as_json(instrument.sketcher.sketch(error)) for error in errors],
             }
-            found = store.put(f"native-{candidate.name}-{place}", found)
-        gradient, error, control = (sketch_from_json(found[name]) for name in ("gradient", "plan", "control"))
+            found = store.put(f"native-{place}", found)
+        sketches = tuple(sketch_from_json(error) for error in found["errors"])
         tokens = int(batch.completion_mask.sum())
-        measured.append(MeasuredMicrobatch(found["psi"], tokens, gradient, (error, control)))
+        measured.append(MeasuredMicrobatch(found["psi"], tokens, sketch_from_json(found["gradient"]), sketches))
     return tuple(measured)
 
 
 def native_errors(
     measured: Sequence[MeasuredMicrobatch], loss_kind: str, *, accumulation: int, updates: int = 200
-) -> NativeErrors:
-    """Medians over updates of ``accumulation`` distinct microbatches."""
+) -> tuple[NativeErrors, ...]:
+    """Medians over updates of ``accumulation`` distinct microbatches, of each candidate in order."""
     composer = Composer(measured, loss_kind)
     picks = resampled_updates(len(measured), accumulation, updates=updates)
     picks = picks[composer.shares(picks).any(axis=1)]
-    found = [np.sqrt(composer.squared_errors(picks, np.full(picks.shape, place))) for place in (PLAN, CONTROL)]
-    return NativeErrors(*(float(np.median(errors)) for errors in found))
+    found = [
+        float(np.median(np.sqrt(composer.squared_errors(picks, np.full(picks.shape, place)))))
+        for place in range(composer.plans)
+    ]
+    return tuple(NativeErrors(error, found[CONTROL]) for error in found[CONTROL + 1 :])

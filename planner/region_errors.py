@@ -40,12 +40,13 @@ FULL = "full score"
 class RegionErrors:
     """The first microbatch is the reference of sensitivities that know one microbatch alone; it is in no ranking.
 
-    ``absolute``: norm of the error, [microbatches, regions]. ``encoded``: relative error of each region's units by the
-    codec itself, root of the sum of squares, same shape. ``norm_shift``: root of the sum of squared changes of the
-    parameters' gradient norms on the reference, [regions].
+    ``places``: in the bucket, of the regions measured. ``absolute``: norm of the error, [microbatches, regions].
+    ``encoded``: relative error of each region's units by the codec itself, root of the sum of squares, same shape.
+    ``norm_shift``: root of the sum of squared changes of the parameters' gradient norms on the reference, [regions].
     """
 
     codec: str
+    places: tuple[int, ...]
     absolute: Floats
     encoded: Floats
     norm_shift: Floats
@@ -59,9 +60,13 @@ def measure_regions(
     codec: str,
     store: CalibrationState,
     tell: Progress,
+    *,
+    every: int = 1,
 ) -> RegionErrors:
-    """One pass per region and microbatch, and an exact one per microbatch."""
-    regions = [region.name for region in trace.buckets[-1].regions]
+    """One pass per region and microbatch, and an exact one per microbatch. ``every``: measure the last region and, from
+    there towards the first, every so many-th."""
+    bucket = trace.buckets[-1]
+    places = tuple(range(len(bucket.regions) - 1, -1, -every))[::-1]
     loss = instrument.actor.spec.loss
     absolute, encoded, features, shifts = [], [], [], []
     for place, batch in enumerate(batches):
@@ -73,21 +78,21 @@ def measure_regions(
             seen = exposure_features(loss, batch, exact.logps).as_json()
             found = store.put(f"{codec}-exact-{place}", {"features": seen, "encoded": watch.per_region()})
         features.append(ExposureFeatures.from_json(found["features"]))
-        encoded.append(found["encoded"])
+        encoded.append([found["encoded"][column] for column in places])
         row = []
-        for column, region in enumerate(regions):
-            tell(f"regions, {codec}", place * len(regions) + column, len(batches) * len(regions))
+        for turn, column in enumerate(places):
+            tell(f"regions, {codec}", place * len(places) + turn, len(batches) * len(places))
             error = store.get(f"{codec}-{place}-{column}")
             if error is None:
                 exact = exact or instrument.exact(batch)
-                under = instrument.under(batch, region_plan(trace, region, codec))
+                under = instrument.under(batch, region_plan(trace, bucket.regions[column].name, codec))
                 error = {"norm": math.sqrt(_square(under.distance(exact))), "shift": _norm_shift(under, exact)}
                 store.put(f"{codec}-{place}-{column}", error)
             row.append(error["norm"])
             if place == 0:
                 shifts.append(error["shift"])
         absolute.append(row)
-    return RegionErrors(codec, np.array(absolute), np.array(encoded), np.array(shifts), tuple(features))
+    return RegionErrors(codec, places, np.array(absolute), np.array(encoded), np.array(shifts), tuple(features))
 
 
 def region_plan(trace: Trace, region: str, codec: str) -> Plan:
@@ -130,7 +135,7 @@ def scores(found: RegionErrors, trace: Trace) -> dict[str, Floats]:
 
     of = found.features
     strength = by_batch([each.strength for each in of])
-    static = by_region(_static(shape[1]))
+    static = by_region(_static(len(trace.buckets[-1].regions))[list(found.places)])
     return {
         FULL: susceptibility * activation * strength,
         "without ratio and clipping": susceptibility * activation * by_batch([f.strength_without_ratio for f in of]),
@@ -203,8 +208,8 @@ def _susceptibility(found: RegionErrors, trace: Trace) -> Floats:
     """Relative error that the calibration gives a region whose units are all at L, [1, regions]."""
     expected, bucket = expected_by(trace), trace.buckets[-1]
     result = []
-    for place, region in enumerate(bucket.regions):
-        units = offering(bucket.classes[region.class_index])
+    for place in found.places:
+        units = offering(bucket.classes[bucket.regions[place].class_index])
         result.append(
             math.sqrt(sum(expected(LossyUnit(place, unit.name, unit.kind, found.codec, ())) for unit in units))
         )

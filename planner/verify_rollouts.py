@@ -14,18 +14,23 @@ from hilore.planner.calibration_plans import codecs_of
 from hilore.planner.calibration_sources import is_null, read_microbatches
 from hilore.planner.calibration_state import CalibrationState
 from hilore.planner.evidence import Ranking
-from hilore.planner.evidence_view import candidates_table, evidence_json, rankings_table, regimes_table
+from hilore.planner.evidence_view import (
+    candidates_table,
+    evidence_json,
+    limits_table,
+    rankings_table,
+    regimes_table,
+)
 from hilore.planner.gradient_error import Instrument
 from hilore.planner.heldout import (
     CandidateEvidence,
-    RegimeRow,
     all_spearman,
     evidence,
     measure_held_out,
     plan_candidates,
     random_candidates,
-    regime_rows,
 )
+from hilore.planner.heldout_regimes import RegimeRow, regime_rows
 from hilore.planner.region_errors import measure_regions, rankings
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.stepping import float32_twin
@@ -112,7 +117,11 @@ def verify_rollouts(
 def verification_parts(found: HeldOutVerification) -> list[Table | str]:
     """Tables and lines for the terminal."""
     title = f"updates of {found.accumulation} of {found.microbatches} microbatches"
-    parts: list[Table | str] = [candidates_table(found.rows, title), regimes_table(found.regimes, found.rows[0].name)]
+    parts: list[Table | str] = [
+        candidates_table(found.rows, title),
+        limits_table(found.rows, "how sure that is"),
+        regimes_table(found.regimes, found.rows[0].name),
+    ]
     if found.rankings:
         parts.append(rankings_table(found.rankings, "absolute error of single regions on single microbatches"))
     parts.append(f"rank correlation of predicted and measured errors over all updates: {found.spearman:.2f}")

@@ -16,7 +16,7 @@ import hilore.planner.calibration_measure as measure
 import hilore.planner.calibration_sources as sources
 import hilore.planner.gradient_error as gradient_error
 from hilore.planner.actor import Actor, build_actor
-from hilore.planner.calibrate import MOST_PASSES, SCORED_PLANS, calibrate_trace, fit_passes
+from hilore.planner.calibrate import MOST_PASSES, SCORED_PLANS, calibrate_trace, fit_passes, measurements_of
 from hilore.planner.calibration_state import CalibrationStateError
 from hilore.planner.conformal import ConfidenceError
 from hilore.planner.emit import solve_trace
@@ -90,6 +90,19 @@ def test_plans_say_that_they_are_calibrated_and_how_surely(calibrated: Trace) ->
     assert (plan.calibrated, plan.confidence) == (True, 0.75)
     assert plan.predicted.risk <= 0.01
     assert plan.predicted.linear_risk >= plan.predicted.risk / calibrated.calibration.interaction * (1 - 1e-6)
+
+
+def test_what_a_kept_state_measured(spec: ModelSpec, trace: Trace, calibrated: Trace, tmp_path: Path) -> None:
+    state, path = tmp_path / "state", spec.beside(spec.calibration.path)
+    made = calibrate_trace(spec, trace, rollouts=path, state=state, keep_state=True)
+    assert made.calibration == calibrated.calibration
+    before = state.read_bytes()
+    found = measurements_of(spec, trace, rollouts=path, state=state)
+    assert state.read_bytes() == before
+    assert found.exposed == (2, 3, 4, 5)
+    assert len(found.observations) == 4 * FEW_PASSES[0]
+    assert {one.microbatch for one in found.observations} == set(found.exposed)
+    assert {len(one.errors) for one in found.measured} == {len(found.plans)} == {SCORED_PLANS}
 
 
 def test_passes_have_a_limit_whatever_the_units_and_codecs(monkeypatch: pytest.MonkeyPatch) -> None:

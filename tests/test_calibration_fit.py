@@ -168,6 +168,14 @@ def test_a_confidence_needs_so_many_samples(confidence: float, needed: int) -> N
         assert (caught.value.needed, caught.value.exit_code) == (needed, 2)
 
 
+def test_resampled_scores_are_taken_at_the_level_that_their_samples_carry() -> None:
+    scores = np.arange(1.0, 1001.0)
+    # 0.95 of 33 / 32, not the next whole one of 32 ranks, which is the largest score.
+    assert upper_bound(scores, 32, 0.95) == 980
+    assert upper_bound(scores, 19, 0.95) == 1000
+    assert upper_bound(np.arange(1.0, 33.0), 32, 0.95) == 32
+
+
 def test_split_conformal_covers() -> None:
     draw = np.random.default_rng(1)
     covered = sum(draw.normal() <= upper_bound(draw.normal(size=24), 24, 0.9) for _ in range(4000))

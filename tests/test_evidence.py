@@ -16,7 +16,13 @@ from hilore.planner.calibration_plans import lossy_units
 from hilore.planner.calibration_sources import recorded
 from hilore.planner.calibration_state import CalibrationState
 from hilore.planner.evidence import average_ranks, clopper_pearson_lower, coverage, ranking
-from hilore.planner.evidence_view import candidates_table, evidence_json, rankings_table, regimes_table
+from hilore.planner.evidence_view import (
+    candidates_table,
+    evidence_json,
+    limits_table,
+    rankings_table,
+    regimes_table,
+)
 from hilore.planner.exposure_features import exposure_features
 from hilore.planner.gradient_error import Instrument, backward
 from hilore.planner.head import policy_logps
@@ -29,15 +35,17 @@ from hilore.planner.heldout import (
     measure_held_out,
     plan_candidates,
     random_candidates,
-    regime_rows,
 )
+from hilore.planner.heldout_audit import audited
 from hilore.planner.heldout_native import measure_native, native_errors
+from hilore.planner.heldout_regimes import regime_rows
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.region_errors import FULL, measure_regions, rankings, region_plan, scores, watched_units
 from hilore.planner.rollouts import write_rollouts
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Trace
 from hilore.planner.updates import Composer
+from hilore.runtime.audit import LEAST_AUDITS
 from hilore.runtime.exposure import token_coefficients
 from hilore.runtime.plan import Regime
 from tests.calibration_fixtures import rollouts, tiny_calibrated
@@ -179,9 +187,37 @@ def test_evidence_of_held_out_updates(
     assert candidates_table(rows, "t").row_count == 3
     assert regimes_table(regimes, "t").row_count == len(regimes)
     assert evidence_json(rows, {"a": regimes}, spearman)["plans"][0]["coverage"]["updates"] == rows[0].coverage.updates
-    native = measure_native(instrument, batches[2:6], found.candidates[0], CalibrationState(None, {}), silent)
+    native = measure_native(instrument, batches[2:6], found.candidates[:2], CalibrationState(None, {}), silent)
     errors = native_errors(native, spec.loss.kind, accumulation=2, updates=20)
-    assert 0 < errors.control < 1e-4 < errors.plans  # this actor's own dtype is float32
+    assert len(errors) == 2
+    assert 0 < errors[0].control < 1e-4 < errors[0].plans  # this actor's own dtype is float32
+
+
+def test_certainty_comes_from_microbatches_not_from_updates_composed(
+    instrument: Instrument, trace: Trace, batches: tuple[Microbatch, ...]
+) -> None:
+    found = held_out(instrument, trace, batches, CalibrationState(None, {}))
+    exposed = sum(one.psi > 0 for one in found.measured)
+    row = evidence(found, trace, accumulation=2, updates=60)[0]
+    assert (row.alone.updates, row.disjoint.updates) == (exposed, exposed // 2)
+    single = [one.squared_error(0) for one in found.measured if one.psi > 0]
+    assert row.alone.within == sum(error <= 0.02**2 for error in single)
+    # An update of microbatches of which each is within the limit is within it: the worst of them bounds it.
+    assert row.coverage.largest_ratio <= row.alone.largest_ratio * 1.05
+    assert limits_table([row], "t").row_count == 1
+
+
+def test_the_audit_of_the_runtime_raises_its_alarm_where_a_limit_is_not_kept(
+    instrument: Instrument, trace: Trace, batches: tuple[Microbatch, ...]
+) -> None:
+    found = held_out(instrument, trace, batches, CalibrationState(None, {}))
+    exposed = sum(one.psi > 0 for one in found.measured)
+    kept = audited(found.measured, 0, [1.0] * len(found.measured))
+    broken = audited(found.measured, 0, [kept.error / 2] * len(found.measured))
+    assert (kept.audits, kept.alarm_after) == (exposed, None)
+    assert (broken.alarm_after, broken.error) == (LEAST_AUDITS, kept.error)
+    pooled = sum(one.errors[0].square for one in found.measured) / sum(one.gradient.square for one in found.measured)
+    assert kept.error == pytest.approx(math.sqrt(pooled))
 
 
 def test_what_calibration_expects_of_a_unit(trace: Trace) -> None:
@@ -217,7 +253,11 @@ def test_single_regions_and_their_scores(
     assert rankings_table({CODEC: by_name}, "t").row_count == len(by_name)
     passes = instrument.passes
     measure_regions(instrument, trace, exposed, CODEC, store, silent)
+    last = measure_regions(instrument, trace, exposed, CODEC, store, silent, every=2)
     assert instrument.passes == passes
+    assert last.places == (1,)
+    assert np.array_equal(last.absolute, found.absolute[:, 1:])
+    assert all(score.shape == last.absolute.shape for score in scores(last, trace).values())
 
 
 def test_watching_units_changes_nothing(instrument: Instrument, trace: Trace, batches: tuple[Microbatch, ...]) -> None:
