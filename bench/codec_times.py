@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -62,8 +64,21 @@ class Times:
         return (found.encode_ns + found.decode_ns) / self.gemm_ns
 
 
+def keep_freed_memory() -> bool:
+    """Whether the C library could be told to keep what is freed, as CUDA's caching allocator does.
+
+    Otherwise it depends on the order of calls which of them pay for the page faults of fresh memory, up to three times
+    what a codec takes."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    trim, mmap = -1, -3
+    library = ctypes.CDLL(None)
+    return bool(library.mallopt(trim, 2**31 - 1)) and bool(library.mallopt(mmap, 32 << 20))
+
+
 def measure_times(shape: Shape, names: Sequence[str], rounds: int, *, seed: int = 0) -> Times:
     """Encode and decode of a bfloat16 gate output by each codec, in turn with the GEMM that makes it."""
+    keep_freed_memory()
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape.tokens, shape.inputs, generator=generator).bfloat16()
     weight = torch.randn(shape.outputs, shape.inputs, generator=generator).bfloat16()

@@ -60,8 +60,8 @@ def everywhere(codec: str, kinds: Sequence[str] = FIVE, **others: str) -> dict[s
 
 CONTENDERS = (
     Contender("plain int8-g64", everywhere("int8-g64"), 8.5),
-    Contender("cm-h64, groups of 64", everywhere("int8-g64-cm-h64", v="int8-g64-h64"), 8.5, 1.25),
-    Contender("cm-h64, fine scales", everywhere("int8-g32-s8-cm-h64", v="int8-g32-s8-h64"), 8.5, 1.25),
+    Contender("cm-h64, groups of 64", everywhere("int8-g64-cm-h64", v="int8-g64-h64"), 8.5),
+    Contender("cm-h64, fine scales", everywhere("int8-g32-s8-cm-h64", v="int8-g32-s8-h64"), 8.5),
     Contender(
         "cm-h64, fine scales, bits by kind",
         everywhere("int8-g32-s8-cm-h64", v="int10-g32-s8-h64", attention="int10-g32-s8-cm-h64", o="int6-g32-s8-cm-h64"),
@@ -76,7 +76,7 @@ CONTENDERS = (
         1.0,
     ),
     Contender("plain int6-g64 (gate, up)", everywhere("int6-g64", ("gate", "up")), 6.5),
-    Contender("cm-h64, groups of 64 (gate, up)", everywhere("int6-g64-cm-h64", ("gate", "up")), 6.5, 3.5),
+    Contender("cm-h64, groups of 64 (gate, up)", everywhere("int6-g64-cm-h64", ("gate", "up")), 6.5),
     Contender("cm-h64, fine scales (gate, up)", everywhere("int6-g32-s8-cm-h64", ("gate", "up")), 6.5, 3.5),
     Contender("the same, bits by token (gate, up)", everywhere("tw6-g32-s8-cm-h64", ("gate", "up")), 6.5, 3.5),
 )

@@ -75,7 +75,7 @@ def _times(
             repeats=bench.repeats,
         )
         costs = {
-            unit.name: bench.codec_costs(times.outputs[unit.name], prior_codecs(unit.kind, setting.fake.spec.codecs))
+            unit.name: bench.codec_costs(times.outputs[unit.name], prior_codecs(unit.kind, setting.fake.spec))
             for unit in units
             if unit.keepable and unit.name in times.outputs
         }

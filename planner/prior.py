@@ -13,22 +13,72 @@ from collections.abc import Mapping
 from hilore.planner.codec_law import estimated_error
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Bucket, Calibration, UnitRisk
+from hilore.runtime.codecs.tokens import token_codec
 from hilore.runtime.eligibility import unsuitable
 
 ERRORS: dict[str, dict[str, float]] = {
-    "gate": {"int8-g128": 1.337, "int8-g64": 1.192, "fp8-e4m3": 3.454, "int4-g64": 20.904},
-    "up": {"int8-g128": 0.880, "int8-g64": 0.786, "fp8-e4m3": 2.649, "int4-g64": 12.985},
-    "attention": {"int8-g128": 0.967, "int8-g64": 0.848, "fp8-e4m3": 3.046, "int4-g64": 15.673},
-    "o": {"int8-g128": 0.825, "int8-g64": 0.598, "fp8-e4m3": 1.270, "int4-g64": 8.786},
-    "v": {"int8-g128": 1.205, "int8-g64": 0.766, "fp8-e4m3": 2.816, "int4-g64": 13.079},
+    "gate": {
+        "int8-g64": 1.142,
+        "int10-g32-s8-cm-h64": 0.139,
+        "int8-g32-s8-cm-h64": 0.592,
+        "int7-g32-s8-cm-h64": 1.115,
+        "int6-g32-s8-cm-h64": 2.234,
+        "int8-g128": 1.276,
+        "fp8-e4m3": 3.706,
+        "int4-g64": 22.130,
+    },
+    "up": {
+        "int8-g64": 0.792,
+        "int10-g32-s8-cm-h64": 0.119,
+        "int8-g32-s8-cm-h64": 0.479,
+        "int7-g32-s8-cm-h64": 0.956,
+        "int6-g32-s8-cm-h64": 1.854,
+        "int8-g128": 0.852,
+        "fp8-e4m3": 2.567,
+        "int4-g64": 13.460,
+    },
+    "attention": {
+        "int8-g64": 0.969,
+        "int10-g32-s8-cm-h64": 0.138,
+        "int8-g32-s8-cm-h64": 0.544,
+        "int7-g32-s8-cm-h64": 1.203,
+        "int6-g32-s8-cm-h64": 2.445,
+        "int8-g128": 1.137,
+        "fp8-e4m3": 2.999,
+        "int4-g64": 19.458,
+    },
+    "o": {
+        "int8-g64": 0.590,
+        "int10-g32-s8-cm-h64": 0.051,
+        "int8-g32-s8-cm-h64": 0.212,
+        "int7-g32-s8-cm-h64": 0.430,
+        "int6-g32-s8-cm-h64": 0.852,
+        "int8-g128": 0.787,
+        "fp8-e4m3": 1.189,
+        "int4-g64": 9.049,
+    },
+    "v": {
+        "int8-g64": 0.752,
+        "int10-g32-s8-h64": 0.145,
+        "int8-g32-s8-h64": 0.601,
+        "int7-g32-s8-h64": 1.306,
+        "int6-g32-s8-h64": 2.539,
+        "int8-g128": 0.978,
+        "fp8-e4m3": 3.035,
+        "int4-g64": 13.543,
+    },
 }
 # What is offered where model.yaml names no codecs: none is beaten by another in bytes, error and time at once.
-# 6 to 10 bits are where the choice lies; plain int8 is the fastest.
+# 6 to 10 bits are where the choice lies; plain int8 is the fastest. What bits by token gain only rollouts can tell.
 _CENTRED = tuple(f"int{bits}-g32-s8-cm-h64" for bits in (10, 8, 7, 6))
 _NOT_CENTRED = tuple(f"int{bits}-g32-s8-h64" for bits in (10, 8, 7, 6))
+_BY_TOKEN = (8, 6, 5)
 DEFAULT_CODECS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gate", "up", "attention", "o"), ("int8-g64", *_CENTRED)),
-    "v": ("int8-g64", *_NOT_CENTRED),
+    **dict.fromkeys(
+        ("gate", "up", "attention", "o"),
+        ("int8-g64", *_CENTRED, *(f"tw{bits}-g32-s8-cm-h64" for bits in _BY_TOKEN)),
+    ),
+    "v": ("int8-g64", *_NOT_CENTRED, *(f"tw{bits}-g32-s8-h64" for bits in _BY_TOKEN)),
 }
 # Another model's weights and batches moved the figures by up to a quarter (docs/measurements/prior.md).
 MARGIN = 1.25
@@ -42,12 +92,13 @@ PSI_EDGES = (0.5, 1.0, 2.5)
 ASSUMED_FREQUENCIES = (0.25, 0.25, 0.25, 0.25)
 
 
-def prior_codecs(kind: str, allowed: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Codecs to offer to a unit kind: the default ones (``allowed`` None), or those of ``allowed`` whose error on it is
-    known or can be estimated, and which suit it."""
-    if allowed is None:
-        return DEFAULT_CODECS.get(kind, ())
-    return tuple(codec for codec in allowed if prior_error(kind, codec) is not None)
+def prior_codecs(kind: str, spec: ModelSpec) -> tuple[str, ...]:
+    """Codecs to offer to a unit kind: the default ones where model.yaml names none (packed rows have no use for bits by
+    token), or those of it whose error on this kind is known or can be estimated, and which suit it."""
+    if spec.codecs is not None:
+        return tuple(codec for codec in spec.codecs if prior_error(kind, codec) is not None)
+    default = DEFAULT_CODECS.get(kind, ())
+    return tuple(codec for codec in default if spec.batch.layout != "packed" or token_codec(codec) is None)
 
 
 def prior_error(kind: str, codec: str) -> float | None:
