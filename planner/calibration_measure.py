@@ -83,9 +83,11 @@ class Measuring:
             exact = self._exact(place)
             for row, plan in enumerate(plans):
                 self._tell("calibrate: random plans", done * count + row, len(self.exposed) * count)
-                squared = self._store.get(plan.name)
+                # The plan too: what is expected of units, and with it the draw, may change between versions.
+                key = f"{plan.name}-{digest([asdict(region) for region in plan.regions])}"
+                squared = self._store.get(key)
                 if squared is None:
-                    squared = self._store.put(plan.name, exact.squared_error(plan))
+                    squared = self._store.put(key, exact.squared_error(plan))
                 found.append(Observation(place, lossy_units(bucket, plan.regions), squared))
             self._keep(place, exact)
         return found
