@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
+import pickle
 import shlex
 import sys
 from dataclasses import asdict
@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from bench.evidence_sensitivity import refresh_table, sizes_table
 from bench.evidence_setting import Setting, say
 from bench.evidence_stages import both_of, risk_table
 from bench.table import environment, write_json
+from hilore.planner.calibration_view import risk_table as risk_of_kinds
 from hilore.planner.files import replace_file
+from hilore.planner.heldout import HeldOut
+from hilore.planner.heldout_audit import audited
 
 
 def report(setting: Setting) -> None:
@@ -27,12 +28,13 @@ def report(setting: Setting) -> None:
     data: dict[str, Any] = {"environment": environment(torch.get_num_threads(), command), "given": vars(setting.given)}
     made = setting.trace.calibration
     data["calibration"] = {key: value for key, value in asdict(made).items() if key not in ("risks", "samples")}
-    tables: list[Table] = []
+    tables: list[Table] = [risk_of_kinds(setting.trace)]
     for split in ("same", "other"):
         if setting.file(f"{split}.pickle").exists():
             data[split], more = both_of(setting, split)
             data[split]["native"] = _read(setting, split)["native"]
-            tables += more
+            data[split]["audit_at_half_the_limit"] = halved = at_half(setting, split)
+            tables += [*more, half_table(halved, split)]
             if data[split]["native"]:
                 tables.append(native_table(data[split]["native"]))
     for name, table in (("risk", risk_table), ("sizes", sizes_table), ("refresh", refresh_table)):
@@ -45,6 +47,25 @@ def report(setting: Setting) -> None:
     say(f"written: {path}")
 
 
+def at_half(setting: Setting, split: str) -> dict[str, dict[str, Any]]:
+    """The audit of the same microbatches had the plans promised half of what they do: then it has to say so."""
+    every: HeldOut = pickle.loads(setting.file(f"{split}.pickle").read_bytes())[0]
+    return {
+        one.name: asdict(audited(every.measured, place, [(one.limit or 0.0) / 2] * len(every.measured)))
+        for place, one in enumerate(every.candidates)
+    }
+
+
+def half_table(halved: dict[str, dict[str, Any]], split: str) -> Table:
+    table = Table(title=f"{split}: the same audits, had half of the limit been promised", title_justify="left")
+    for column in ("plans", "error found %", "alarm"):
+        table.add_column(column)
+    for name, one in halved.items():
+        alarm = "none" if one["alarm_after"] is None else f"after {one['alarm_after']} audits"
+        table.add_row(name, f"{100 * one['error']:.3f}", alarm)
+    return table
+
+
 def native_table(native: dict[str, dict[str, float]]) -> Table:
     table = Table(title="updates in the actor's own dtypes", title_justify="left")
     for column in ("plans", "error under plans %", "error of another layout %"):
@@ -55,15 +76,17 @@ def native_table(native: dict[str, dict[str, float]]) -> Table:
 
 
 def markdown(tables: list[Table]) -> str:
-    parts = []
-    for table in tables:
-        table.box = box.MARKDOWN
-        title, table.title = table.title, None
-        out = io.StringIO()
-        Console(file=out, width=400, markup=False).print(table)
-        lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-        parts.append("\n".join([f"{title}:", "", *lines]))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join("\n".join([f"{table.title}:", "", *_lines(table)]) for table in tables) + "\n"
+
+
+def _lines(table: Table) -> list[str]:
+    heads = [str(column.header) for column in table.columns]
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    return [_line(heads), "|" + "---|" * len(heads), *(_line([str(cell) for cell in row]) for row in rows)]
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _read(setting: Setting, name: str) -> Any:

@@ -207,7 +207,8 @@ def risk(setting: Setting) -> None:
     twin = float32_twin(native)
     batches = moved(setting, native, twin, "same")
     chosen = spread([batch for batch in batches if not is_null(twin.spec.loss, batch)], given.risk_microbatches)
-    store = CalibrationState(setting.file("risk.state"), identity_of(setting, "same"))
+    identity = identity_of(setting, "same") | {"microbatches": len(chosen)}
+    store = CalibrationState(setting.file("risk.state"), identity)
     regions = [region.name for region in trace.buckets[-1].regions]
     found, shape = {}, (0, 0)
     with Instrument(twin, regions, seed=given.seed) as instrument:

@@ -31,7 +31,8 @@ class RegimeRow:
 
 def regime_rows(found: HeldOut, candidate: int) -> tuple[RegimeRow, ...]:
     """Of the microbatches with a gradient: low and high |A| (below and above the median), clipped (more than the
-    median share of those that are clipped at all) and active unclipped (not clipped, exposure above the median)."""
+    median share of those that are clipped at all) and active unclipped (of the quarter that is clipped least, where
+    exposure is above the median)."""
     there = [place for place, one in enumerate(found.measured) if one.gradient.square > 0]
     if not there:
         return ()
@@ -43,7 +44,7 @@ def regime_rows(found: HeldOut, candidate: int) -> tuple[RegimeRow, ...]:
         "low |A|": advantage <= np.median(advantage),
         "high |A|": advantage > np.median(advantage),
         "clipped": clipped > (np.median(touched) if len(touched) > 1 else 0),
-        "active unclipped": (clipped == 0) & (psi > np.median(psi)),
+        "active unclipped": (clipped <= np.quantile(clipped, 0.25)) & (psi > np.median(psi)),
     }
     omega = np.array([found.features[place].mean_omega for place in there])
     rows = []

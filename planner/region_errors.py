@@ -119,7 +119,8 @@ def scores(found: RegionErrors, trace: Trace) -> dict[str, Floats]:
     """Every score, [microbatches, regions].
 
     The full score: what the region costs by calibration (susceptibility), times how much worse than on the reference
-    the codec does on this microbatch's values (activation weighting), times the exposure's strength. Sensitivities in
+    the codec does on this microbatch's values (activation weighting), times the exposure's strength, tokens weighed by
+    what their own probability leaves to move. Sensitivities in
     the style of ALAM (GradNormVar of Woo et al., ICLR 2024) and GACT (Liu et al., ICML 2022) are those of the reference
     microbatch, which knows no exposure.
     """
@@ -141,6 +142,9 @@ def scores(found: RegionErrors, trace: Trace) -> dict[str, Floats]:
         "without ratio and clipping": susceptibility * activation * by_batch([f.strength_without_ratio for f in of]),
         "without mask": susceptibility * activation * by_batch([f.strength_without_mask for f in of]),
         "without KL": susceptibility * activation * by_batch([f.strength_without_kl for f in of]),
+        "without the token's own probability": susceptibility
+        * activation
+        * by_batch([f.strength_without_probability for f in of]),
         "without activation weighting": susceptibility * strength,
         "without susceptibility": activation * strength,
         "mean |omega| for its root mean square": susceptibility * activation * by_batch([_by_mean(f) for f in of]),

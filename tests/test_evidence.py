@@ -280,7 +280,8 @@ def test_features_of_a_later_inner_epoch(spec: ModelSpec, batches: tuple[Microba
     assert 0 < found.clipped < 1
     assert found.strength != found.strength_without_ratio == pytest.approx(fresh.strength)
     omega = token_coefficients("grpo", batch.advantages, batch.completion_mask, logps, later.old_logps)
-    assert found.strength == pytest.approx(float(omega.norm()))
+    assert found.strength_without_probability == pytest.approx(float(omega.norm()))
+    assert found.strength == pytest.approx(float((omega * (1 - logps.exp())).norm()), rel=1e-5)
     # The instrument's own gradient is that of the loss of training.
     exact = backward(actor, later, seed=0)
     actor.model.zero_grad(set_to_none=True)
