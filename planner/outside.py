@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hilore.planner.actor import Actor
 from hilore.planner.gathers import OutsideGathers
-from hilore.planner.head import policy_logps
+from hilore.planner.head import base_model, policy_logps
 from hilore.planner.loss import grpo_loss
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.sharding import Sharding
@@ -106,7 +106,8 @@ def measure_outside(
         backward_ns,
         edges.head_forward_peak - edges.all_retained,
         edges.entered - begun,
-        edges.arguments.frame_bytes(inputs),
+        # Arguments of regions that no frame holds are there until the decoder's own forward is over.
+        min(edges.arguments.frame_bytes(inputs), edges.head_peak - edges.decoder_peak),
         OutsideParts(edges.head_fsdp, edges.head_left_fsdp, edges.fsdp_at_peak, edges.head_largest),
     )
 
@@ -127,7 +128,7 @@ class _Edges:
         self.clock = clock or (lambda: 0)
         self.first, self.last = regions[0].name, regions[-1].name
         self.entered = self.all_retained = self.head_peak = self.after_head = self.skipped_ns = 0
-        self.leaf_boundary = self.head_forward_peak = 0
+        self.leaf_boundary = self.head_forward_peak = self.decoder_peak = 0
         self.arguments = Arguments()
         self.tail_begun = False
         self.fsdp_at_peak = self.head_fsdp = self.head_left_fsdp = 0
@@ -183,6 +184,10 @@ class _Edges:
                 made.append(StandIn.apply(args[0], anchor, leaf, *held))  # type: ignore[no-untyped-call]
         return tree_unflatten(made, form)
 
+    def decoder_done(self) -> None:
+        """The decoder's forward (final norm, not the output layer) is over."""
+        self.decoder_peak = self.meter.peak_bytes
+
     def loss_made(self) -> None:
         """Forward and loss are over, and so is autocast."""
         self.head_forward_peak = self.meter.peak_bytes
@@ -224,12 +229,16 @@ def _step(actor: Actor, microbatch: Microbatch, edges: _Edges, gathers: OutsideG
             break
 
     handle = actor.model.register_forward_hook(lambda _module, _args, output: output_made(_leading(output)))
+    causal = base_model(actor.model)
+    decoder: nn.Module = getattr(causal, "base_model", causal)
+    inner = decoder.register_forward_hook(lambda *_: edges.decoder_done())
     with actor.autocast():
         gathers.begin()
         try:
             logps = policy_logps(actor.model, microbatch, actor.spec.loss.head)
         finally:
             handle.remove()
+            inner.remove()
         if actor.spec.loss.head != "naive":
             # Its output layer runs within the model's forward where parameters are sharded.
             output_made(logps)

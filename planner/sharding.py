@@ -6,8 +6,8 @@ one and the rest another; that last group is not resharded after forward. Order 
 (``torch.distributed.fsdp.fully_shard``):
 
 - a gather writes one flat buffer, then copies out into one tensor per parameter. In forward the flat buffer stays
-  until the next group's gather is done, so a region's forward holds two gathered copies of it. In backward it goes at
-  once, but the next region's flat buffer is there already (prefetch from pre-backward). No explicit forward prefetch.
+  until the next group's gather is done and copied out (a local variable of ``wait_for_unshard`` holds it), so a region's
+  forward holds two gathered copies of it, and its gather three. In backward it goes at once, but the next region's flat buffer is there already (prefetch from pre-backward). No explicit forward prefetch.
 - parameters that persist in another dtype than they are gathered in are first cast into a buffer of the shard's size.
 - unsharded gradients of a region come in the gathered dtype. After its backward its parameters go, the reduce-scatter
   input of the region before it goes, then its gradients are copied into one input buffer in the reduce dtype, which
@@ -74,6 +74,10 @@ class Sharding:
     def prefetched(self, group: GroupBytes) -> int:
         """What a prefetch in backward takes: the flat buffer, or the parameters themselves."""
         return group.gathered if self.world_size > 1 else 0
+
+    def gathering(self, group: GroupBytes, flat_before: int) -> int:
+        """The highest point of a gather in forward, beside the flat buffer of the one before."""
+        return flat_before + self.prefetched(group) + max(group.cast, self.flat(group))
 
     def lingering(self, group: GroupBytes) -> int:
         """What a reduction leaves until the next one: its input."""
@@ -183,17 +187,16 @@ def shard_classes(
     for name, index in listed:
         around = _around(sharding, name)
         usual = middle.get(index, around)
-        gathering = around.flat_before + sharding.regions[name].cast + sharding.prefetched(sharding.regions[name])
+        boundary = min(keep_set.retained_bytes for keep_set in classes[index].keep_sets)
+        gathering = boundary + sharding.gathering(sharding.regions[name], around.flat_before)
         if gathering + sharding.through_bytes <= least:
             # The first gather, beside the embeddings' buffer, then stays under the head's event in every plan.
             around = replace(around, flat_before=min(around.flat_before, usual.flat_before))
-        keep_sets = classes[index].keep_sets
-        boundary = min(keep_set.retained_bytes for keep_set in keep_sets)
         grows = not accumulates and sharding.regions[name].reduced > boundary
         if name == listed[0][0] and not grows:
             # Backward falls from region to region then, so that the last one of it, the first region, never binds.
             around = replace(around, flat_next=max(around.flat_next, usual.flat_next))
-        largest = max(keep_set.backward_bytes for keep_set in keep_sets)
+        largest = max(keep_set.backward_bytes for keep_set in classes[index].keep_sets)
         if not _differs(around, usual, _OWN_CLASS_SHARE * largest):
             around = usual
         if (index, around) not in made:
@@ -218,9 +221,11 @@ def _shard_class(
     sharding: Sharding, region_class: RegionClass, name: str, around: Around, accumulates: bool
 ) -> RegionClass:
     group = sharding.regions[name]
+    # The region's input is there while its parameters are gathered.
+    boundary = min(keep_set.retained_bytes for keep_set in region_class.keep_sets)
 
     def shard(keep_set: KeepSet) -> KeepSet:
-        return shard_keep_set(sharding, group, around, keep_set)
+        return shard_keep_set(sharding, group, around, keep_set, boundary)
 
     return replace(
         region_class,
@@ -229,18 +234,18 @@ def _shard_class(
         hold=shard(region_class.hold),
         gc=shard(region_class.gc),
         gradient_bytes=0 if accumulates else group.reduced,
-        sharded=_sharded_bytes(sharding, group, around),
+        sharded=_sharded_bytes(sharding, group, around, boundary),
     )
 
 
-def _sharded_bytes(sharding: Sharding, group: GroupBytes, around: Around) -> ShardedBytes:
+def _sharded_bytes(sharding: Sharding, group: GroupBytes, around: Around, boundary: int) -> ShardedBytes:
     """The terms of `shard_keep_set` that are FSDP2's."""
     flat, gathered = sharding.flat(group), group.gathered
     opening = max(flat + gathered, gathered + around.flat_next + group.cast)
     return ShardedBytes(
         retained_bytes=0 if sharding.reshard else gathered,
         forward_bytes=flat + gathered + sharding.through_bytes,
-        gathering_bytes=around.flat_before + group.cast + sharding.prefetched(group) + sharding.through_bytes,
+        gathering_bytes=boundary + sharding.gathering(group, around.flat_before) + sharding.through_bytes,
         backward_bytes=gathered + around.flat_next if sharding.reshard else 0,
         opening_bytes=opening if sharding.reshard else 0,
         held_bytes=around.reduce_held,
@@ -249,16 +254,17 @@ def _sharded_bytes(sharding: Sharding, group: GroupBytes, around: Around) -> Sha
     )
 
 
-def shard_keep_set(sharding: Sharding, group: GroupBytes, around: Around, keep_set: KeepSet) -> KeepSet:
+def shard_keep_set(
+    sharding: Sharding, group: GroupBytes, around: Around, keep_set: KeepSet, boundary: int
+) -> KeepSet:
     """One keep set of a region with its gathered parameters, its neighbours' buffers and its gradient reduction.
 
     ``keep_set`` was measured unsharded, without gradient buffers before it: its backward holds the region's unsharded
-    gradients.
+    gradients. ``boundary``: bytes of the region's input.
     """
     flat, gathered = sharding.flat(group), group.gathered
     stays = 0 if sharding.reshard else gathered
-    gathering = around.flat_before + group.cast + sharding.prefetched(group)
-    forward = max(gathering, flat + gathered + keep_set.forward_bytes)
+    forward = max(boundary + sharding.gathering(group, around.flat_before), flat + gathered + keep_set.forward_bytes)
     if sharding.reshard:
         # The region's cast stands for the next one's as well: both are there before any of the region's own work.
         opening = max(flat + gathered, gathered + around.flat_next + group.cast)

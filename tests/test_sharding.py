@@ -152,7 +152,7 @@ def ranks(*, reshard: bool = True, tied: bool = True, world_size: int = 4, group
 
 
 def test_a_region_carries_two_copies_in_forward_and_its_neighbours_buffers_in_backward() -> None:
-    found = shard_keep_set(ranks(), GROUP, Around(100, 100, 180), KEPT)
+    found = shard_keep_set(ranks(), GROUP, Around(100, 100, 180), KEPT, 7)
     assert found.retained_bytes == 7
     assert found.forward_bytes == 100 + 100 + 1000 + 300, "flat, parameters, its own work, tied embeddings"
     assert found.backward_bytes == 100 + 100 + 2000 + 180, "parameters, next flat, its own work, reduction before"
@@ -160,25 +160,25 @@ def test_a_region_carries_two_copies_in_forward_and_its_neighbours_buffers_in_ba
 
 def test_where_a_region_itself_needs_little_gathering_is_the_peak() -> None:
     small = KeepSet((), retained_bytes=7, forward_bytes=10, backward_bytes=10)
-    found = shard_keep_set(ranks(), GROUP, Around(500, 100, 180), small)
-    assert found.forward_bytes == 500 + 25 + 100 + 300, "the embeddings' flat, the cast shard, the region's flat"
+    found = shard_keep_set(ranks(), GROUP, Around(500, 100, 180), small, 7)
+    assert found.forward_bytes == 7 + 500 + 100 + 100 + 300, "input, the flat before, the region's own, parameters"
     # The reduction: the next flat, gradients and the reduce-scatter's input, less what the region no longer retains.
     reducing = 100 + 90 + 180 - 7
     opening = 180 + 100 + 100 + 25
     assert found.backward_bytes == max(reducing, opening)
-    alone = shard_keep_set(ranks(), GROUP, Around(500, 100, 0), small)
+    alone = shard_keep_set(ranks(), GROUP, Around(500, 100, 0), small, 7)
     assert alone.backward_bytes == reducing
 
 
 def test_parameters_that_are_not_resharded_stay() -> None:
-    found = shard_keep_set(ranks(reshard=False), GROUP, Around(100, 0, 180), KEPT)
+    found = shard_keep_set(ranks(reshard=False), GROUP, Around(100, 0, 180), KEPT, 7)
     assert found.retained_bytes == 7 + 100
     assert found.backward_bytes == 2000 + 180
 
 
 def test_one_rank_needs_no_flat_buffer() -> None:
     assert ranks(world_size=1).flat(GROUP) == 0
-    found = shard_keep_set(ranks(world_size=1), GROUP, Around(0, 0, 0), KEPT)
+    found = shard_keep_set(ranks(world_size=1), GROUP, Around(0, 0, 0), KEPT, 7)
     assert found.forward_bytes == 100 + 1000 + 300
 
 
