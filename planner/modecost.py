@@ -5,6 +5,8 @@ Liveness is followed upstream from its ends here, and downstream in liveness.py;
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hilore.planner.events import RegionCost
 from hilore.planner.trace import CodecCost, KeepSet, RegionClass, UnitTrace
 from hilore.runtime.errors import InternalError
@@ -48,6 +50,7 @@ def region_cost(region: RegionPlan, region_class: RegionClass, risk: int) -> Reg
     payload = sum(cost.payload_bytes for cost in encoded.values())
     output = sum(unit.output_bytes for unit in encoded)
     beside = sum(unit.rest_bytes for unit in encoded) + payload
+    workspace = codec_workspace_bytes(encoded)
     retained = with_lossy.retained_bytes + payload - output
     encode_ns = sum(cost.encode_ns for cost in encoded.values())
     late_from = [unit.name for unit in region_class.units].index(region_class.split_at) if split else 0
@@ -56,8 +59,8 @@ def region_cost(region: RegionPlan, region_class: RegionClass, risk: int) -> Reg
     return RegionCost(
         name=region.name,
         retained_bytes=retained,
-        forward_bytes=with_lossy.forward_bytes + payload,
-        backward_bytes=_lossy_backward(with_lossy, first_part, encoded) + output - payload,
+        forward_bytes=with_lossy.forward_bytes + payload + workspace,
+        backward_bytes=_lossy_backward(with_lossy, first_part, encoded) + output - payload + workspace,
         demoted_backward_bytes=_demoted_peak(region_class, kept, split) + beside - retained,
         gradient_bytes=region_class.gradient_bytes,
         extra_ns=_replay_ns(region_class, stored, split) + encode_ns + decode_ns,
@@ -65,6 +68,16 @@ def region_cost(region: RegionPlan, region_class: RegionClass, risk: int) -> Reg
         risk=risk,
         cast_bytes=with_lossy.cast_bytes,
     )
+
+
+def codec_workspace_bytes(lossy: Iterable[UnitTrace]) -> int:
+    """What one encode or decode of a region's L units allocates at most: any codec that the trace offers them counts,
+    so that the bound does not hang on the codec chosen."""
+    most = 0
+    for unit in lossy:
+        for cost in unit.codecs:
+            most = max(most, cost.workspace_bytes)
+    return most
 
 
 def _lossy_backward(used: KeepSet, first_part: set[str], encoded: dict[UnitTrace, CodecCost]) -> int:

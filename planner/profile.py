@@ -141,7 +141,7 @@ def time_region(
 def codec_costs(
     output: torch.Tensor, names: Iterable[str], clock: Clock, *, repeats: int = REPEATS
 ) -> tuple[CodecCost, ...]:
-    """Encode and decode times of each codec on this output, and its payload."""
+    """Encode and decode times of each codec on this output, its payload and its workspace on this device."""
     found = []
     warm_up(names := tuple(names), [output.dtype], output.device)
     with torch.no_grad():
@@ -155,8 +155,10 @@ def codec_costs(
                 warm_up_runs=1,
                 repeats=repeats,
             )
-            payload = codec.nbytes(tuple(output.shape), output.dtype)
-            found.append(CodecCost(name, payload, encode.median_ns, decode.median_ns))
+            shape = tuple(output.shape)
+            payload = codec.nbytes(shape, output.dtype)
+            workspace = codec.workspace_bytes(shape, output.dtype, output.device.type)
+            found.append(CodecCost(name, payload, encode.median_ns, decode.median_ns, workspace))
     return tuple(found)
 
 

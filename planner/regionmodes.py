@@ -5,7 +5,7 @@ What must run in a replay follows from the liveness fields of the trace; bytes c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hilore.planner.liveness import dead_in_late_stage, running_units
@@ -66,7 +66,7 @@ class Builder:
         return Figures(
             retained_bytes=retained,
             # An output may live on for other units of the region when its payload is there already.
-            forward_bytes=keep_set.forward_bytes + payloads,
+            forward_bytes=keep_set.forward_bytes + payloads + self._workspace(name for name, _ in assignment.lossy),
             backward_bytes=self.lossy_peak(keep_set, assignment.lossy) - retained,
             demoted_backward_bytes=self._exact_peak(exact, split) + beside - retained,
             extra_ns=planned.run_ns + encode + decode,
@@ -123,12 +123,13 @@ class Builder:
         is decoded both.
         """
         payloads = [cost.payload_bytes for _, cost in lossy]
+        beside = keep_set.retained_bytes + self._workspace(name for name, _ in lossy)
         if keep_set.handed_bytes is None or not payloads:
-            return keep_set.retained_bytes + keep_set.backward_bytes + sum(payloads)
+            return beside + keep_set.backward_bytes + sum(payloads)
         first_late = self._places[self.region_class.split_at] if keep_set.split else 0
         waiting = sum(cost.payload_bytes for name, cost in lossy if self._places[name] < first_late)
         highest = max(keep_set.backward_bytes, keep_set.handed_bytes + max(payloads))
-        return keep_set.retained_bytes + highest + waiting
+        return beside + highest + waiting
 
     def needed_range(
         self, keep_set: KeepSet, lossy: Sequence[str], least: Sequence[int], most: Sequence[int]
@@ -140,7 +141,7 @@ class Builder:
         exact = frozenset(keep_set.kept).difference(lossy)
         unpaid = keep_set.retained_bytes - sum(self._units[name].output_bytes for name in lossy)
         demoted = self._exact_peak(exact, keep_set.split) + sum(self._units[name].rest_bytes for name in lossy) - unpaid
-        first = keep_set.retained_bytes - unpaid
+        first = keep_set.retained_bytes - unpaid + self._workspace(lossy)
         if keep_set.handed_bytes is None or not lossy:
             same = max(demoted, first + keep_set.backward_bytes)
             return same, same
@@ -151,6 +152,13 @@ class Builder:
         low -= sum(size for size, is_late in zip(most, late, strict=True) if is_late)
         high -= sum(size for size, is_late in zip(least, late, strict=True) if is_late)
         return max(demoted, low), max(demoted, high)
+
+    def _workspace(self, lossy: Iterable[str]) -> int:
+        """The most that one encode or decode of these units allocates, whichever of its codecs each takes.
+
+        Codecs run one after another. Taken over all offers, it depends on the units alone, as a Menu's shapes must.
+        """
+        return max((cost.workspace_bytes for name in lossy for cost in self._units[name].codecs), default=0)
 
     def _exact_peak(self, exact: frozenset[str], split: bool) -> int:
         """At most so many bytes are alive because of a region in a backward that keeps ``exact`` and nothing else.

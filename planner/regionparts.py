@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hilore.planner.modecost import region_cost
+from hilore.planner.modecost import codec_workspace_bytes, region_cost
 from hilore.planner.trace import KeepSet, RegionClass, UnitTrace
 from hilore.runtime.errors import InternalError
 from hilore.runtime.plan import RegionPlan
@@ -15,6 +15,7 @@ Parts = dict[str, int]
 BOUNDARIES, KEPT, PAYLOADS = "boundaries", "kept outputs (H)", "payloads (L)"
 HELD, LEFT_GATHERED = "saved tensors of held regions", "parameters left gathered"
 SO_FAR = "gradients so far"
+WORKSPACE = "codec workspace"
 FORWARD = "forward of the region"
 GATHERED, REDUCED = "gathered parameters", "gradients being reduced"
 
@@ -78,14 +79,15 @@ def planned_parts(region: RegionPlan, region_class: RegionClass, *, demoted: boo
     rest = sum(unit.rest_bytes for unit in lossy)
     kept = max(found.retained[KEPT] - outputs - rest, 0)
     retained = found.retained | {KEPT: kept, PAYLOADS: found.retained[KEPT] - outputs + payload - kept}
-    forward = {PAYLOADS: payload} | found.forward
+    workspace = codec_workspace_bytes(lossy)
+    forward = {PAYLOADS: payload} | found.forward | {WORKSPACE: workspace}
     cost = region_cost(region, region_class, 0)
     if not demoted:
-        decoded = cost.backward_bytes - used.backward_bytes
+        decoded = cost.backward_bytes - used.backward_bytes - workspace
         if found.frees_first:
             # The ledger takes off what is retained with payloads; `used` has the outputs in their place.
             decoded += payload - outputs
-        backward = found.backward | {"decoded outputs": decoded}
+        backward = found.backward | {"decoded outputs": decoded, WORKSPACE: workspace}
         return replace(found, retained=retained, forward=forward, backward=backward)
     gathered = region_class.sharded.backward_bytes if region_class.sharded is not None else 0
     working = {

@@ -107,13 +107,18 @@ def moved_bytes(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
 
 
 def estimated_codec_costs(gpu: Gpu, output: Tensor, names: Iterable[str]) -> tuple[CodecCost, ...]:
-    """Encode and decode times of each codec for a tensor like ``output``: one reads what the other writes."""
+    """Encode and decode times of each codec for a tensor like ``output``: one reads what the other writes.
+
+    Its workspace is that of the card's kernels, wherever ``output`` is.
+    """
     found = []
     for name in names:
-        payload = get_codec(name).nbytes(tuple(output.shape), output.dtype)
+        codec, shape = get_codec(name), tuple(output.shape)
+        payload = codec.nbytes(shape, output.dtype)
         moved = payload + output.numel() * output.element_size()
         took = round(moved / gpu.bytes_per_second("codec") * 1e9) + gpu.launch_ns
-        found.append(CodecCost(name, payload, took, took))
+        workspace = codec.workspace_bytes(shape, output.dtype, "cuda")
+        found.append(CodecCost(name, payload, took, took, workspace))
     return tuple(found)
 
 

@@ -31,17 +31,22 @@ __all__ = [
     "UnitTrace",
 ]
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class CodecCost:
-    """One codec offered to one unit."""
+    """One codec offered to one unit.
+
+    ``workspace_bytes``: at most what one encode or decode of the unit's output allocates on the target's device beside
+    payload and result, as the codec declares it (Codec.workspace_bytes).
+    """
 
     codec: str
     payload_bytes: int
     encode_ns: int
     decode_ns: int
+    workspace_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 Storages, not tensors: a view adds nothing, and a storage counts in full for as long as anything holds it, with the
 size that it has (``resize_`` is seen: FSDP2 frees its gathered parameters by it). What an operator takes and gives
-back inside itself is not seen: codecs stay one call each, and say how much at most (Codec.workspace_bytes).
+back inside itself is not seen: codecs stay one call each, and say how much at most (Codec.workspace_bytes). Their
+workspace is thus declared and predicted, not counted: a count beside a prediction stays below it by that much.
 
 The step that is counted is the step that runs without the counter: see runtime/inplace.py.
 """

@@ -88,7 +88,10 @@ def qwen_class(
             return []
         out = d * widths[kind] // 8
         ratio = {"int8-g128": (33, 64), "int4-g64": (9, 32), "fp8-e4m3": (1, 2)}
-        return [CodecCost(c, out * ratio[c][0] // ratio[c][1], out // 300 + 9_000, out // 400 + 8_000) for c in codecs]
+        return [
+            CodecCost(c, out * ratio[c][0] // ratio[c][1], out // 300 + 9_000, out // 400 + 8_000, out // 7)
+            for c in codecs
+        ]
 
     def linear(name_: str, kind: str, feeds: Sequence[str], *, saved: bool) -> UnitTrace:
         flops = 2 * tokens * hidden * inner.get(kind, 8) // 8 * hidden * widths[kind] // 8
@@ -212,7 +215,8 @@ def random_class(seed: int, *, split: bool = False) -> RegionClass:
             feeds_saved=rng.random() < 0.4,
             saves_inputs=rng.random() < 0.3,
             saves_own=rng.random() < 0.2,
-            codecs=[CodecCost("c", rng.randint(1, 9), rng.randint(0, 5), rng.randint(0, 5))] * (rng.random() < 0.6),
+            codecs=[CodecCost("c", rng.randint(1, 9), rng.randint(0, 5), rng.randint(0, 5), rng.randint(0, 9))]
+            * (rng.random() < 0.6),
         )
         for i, name in enumerate(names)
     )

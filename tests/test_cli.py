@@ -310,7 +310,7 @@ def test_solve_refuses_a_trace_whose_spec_was_changed(run: Run) -> None:
         ('"rows": 1', '"rows": 1.0', "buckets.0.rows: Input should be a valid integer"),
         ('"rows": 1', '"rows": 1,\n   "row": 1', "unknown fields: buckets.0.row"),
         ('"rows": 1', '"rows": 1,\n   "rows": 2', "duplicate key 'rows'"),
-        ('"trace_version": 1', '"trace_version": 2', "trace_version is 2, this hilore-plan reads 1"),
+        ('"trace_version": 2', '"trace_version": 1', "trace_version is 1, this hilore-plan reads 2"),
         ('"interaction": 1.05', '"interaction": NaN', "NaN is not a number that a trace can hold"),
         ('"created_at"', "", "not valid JSON (cut short?)"),
     ],

@@ -25,7 +25,7 @@ from tests.solver_fixtures import (
     unit,
 )
 
-CODEC = CodecCost("int8-g128", 5, 3, 2)
+CODEC = CodecCost("int8-g128", 5, 3, 2, 0)
 
 
 def tiny_class(*, split: bool = False) -> RegionClass:
@@ -137,7 +137,7 @@ def test_lossless_only_and_codecs_by_pair() -> None:
 
 def test_q_and_k_are_never_lossy_whatever_the_trace_offers() -> None:
     layer = qwen_class(kept_names=("q", "k", "v"))
-    units = tuple(replace(u, codecs=(CodecCost("int8-g128", 1, 0, 0),)) for u in layer.units)
+    units = tuple(replace(u, codecs=(CodecCost("int8-g128", 1, 0, 0, 0),)) for u in layer.units)
     used = {u.name for c in configurations(replace(layer, units=units), lossy=True) for u in c.units if u.mode == "L"}
     assert used == {"self_attn.v_proj"}
 

@@ -158,6 +158,8 @@ def test_codecs_take_what_they_read_and_write(fakes: Any) -> None:
     (cost,) = estimated_codec_costs(A100, output, ["int8-g128"])
     payload = get_codec("int8-g128").nbytes((4096, 2048), torch.bfloat16)
     assert cost.payload_bytes == payload
+    here, there = (get_codec("int8-g128").workspace_bytes((4096, 2048), torch.bfloat16, d) for d in ("cpu", "cuda"))
+    assert cost.workspace_bytes == there > here, "of the card's kernels, not of those here"
     moved = payload + 4096 * 2048 * 2
     assert cost.encode_ns == cost.decode_ns == round(moved / (2039e9 * 0.85 * 0.75) * 1e9) + A100.launch_ns
 

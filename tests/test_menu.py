@@ -33,7 +33,10 @@ def codec_class(seed: int) -> RegionClass:
     units = []
     for unit in found.units:
         offered = rng.sample(CODECS, rng.randint(0, 3))
-        costs = [CodecCost(c, rng.randint(1, 9), rng.randint(0, 5), rng.randint(0, 5)) for c in sorted(offered)]
+        costs = [
+            CodecCost(c, rng.randint(1, 9), rng.randint(0, 5), rng.randint(0, 5), rng.randint(0, 9))
+            for c in sorted(offered)
+        ]
         units.append(replace(unit, codecs=tuple(costs)))
     return replace(found, units=tuple(units))
 

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from hilore.planner.composition import Composition, highest, plan_compositions
 from hilore.planner.configure import configurations
 from hilore.planner.events import RegionCost, Surroundings, events
 from hilore.planner.modecost import region_cost
 from hilore.planner.problem import Problem, RegionProblem
+from hilore.planner.trace import RegionClass
 from hilore.planner.verify import (
     binding_event,
     largest_bucket,
@@ -191,3 +193,33 @@ def test_a_choice_has_one_configuration_per_region(choice: list[int], message: s
     region = RegionProblem("r", (configuration(retained=1, backward=1, extra=1),), (0,), 0)
     with pytest.raises(InternalError, match=message):
         verify(problem([region, region], budget=1), choice)
+
+
+def test_codec_workspace_is_in_forward_and_backward_and_decides_the_peak() -> None:
+    trace = qwen_trace(layers=2)
+    bucket = trace.buckets[0]
+    plain = bucket.classes[0]
+    mib = 2**20
+
+    def with_workspace(size: int) -> RegionClass:
+        units = tuple(replace(u, codecs=tuple(replace(c, workspace_bytes=size) for c in u.codecs)) for u in plain.units)
+        return replace(plain, units=units)
+
+    def peaks(size: int) -> tuple[RegionCost, int, tuple[Composition, ...]]:
+        region_class = with_workspace(size)
+        here = replace(bucket, classes=(region_class, *bucket.classes[1:]))
+        modes = {u.name: "int8-g128" if u.kind == "gate" else "R" for u in region_class.units}
+        plan = (region_plan(region_class, modes, name="model.layers.0"), plan_of()[1])
+        cost = region_cost(plan[0], region_class, 0)
+        return cost, verify_modes(trace, here, plan).peak_bytes, plan_compositions(trace, here, plan)
+
+    none, _, _ = peaks(0)
+    size = 64 * 1024 * mib
+    cost, peak, compositions = peaks(size)
+    assert cost.forward_bytes == none.forward_bytes + size
+    assert cost.backward_bytes == none.backward_bytes + size
+    assert (cost.retained_bytes, cost.demoted_backward_bytes) == (none.retained_bytes, none.demoted_backward_bytes)
+    first = highest(compositions)
+    assert first.live_bytes == peak
+    assert dict(first.parts)["codec workspace"] == size
+    assert peaks(size + 7)[1] == peak + 7
