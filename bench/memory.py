@@ -44,7 +44,7 @@ MIB = 2**20
 LOOSE_SHARE, LOOSE_BYTES = 0.01, MIB
 # Budgets as shares of the way from GC's to No-GC's peak, each with its delta; at the shorter length the last alone.
 SOLVED = ((0.0, 0.0), (0.05, 4.0), (0.35, 0.0))
-CODEC = "int8-g128"
+CODEC = "int8-g64"
 TIMES_OF = "l40s-48gb"
 COMMAND = "python -m bench.memory --out docs/measurements/memory-cpu.json --markdown docs/measurements/memory-cpu.md"
 GAP_PERCENT = 2.0

@@ -5,9 +5,10 @@ embeddings, final norm and lm_head are one group where embeddings and lm_head sh
 one and the rest another; that last group is not resharded after forward. Order and lifetimes are those of PyTorch 2.13
 (``torch.distributed.fsdp.fully_shard``):
 
-- a gather writes one flat buffer, then copies out into one tensor per parameter. In forward the flat buffer stays
-  until the next group's gather is done and copied out (a local variable of ``wait_for_unshard`` holds it), so a region's
-  forward holds two gathered copies of it, and its gather three. In backward it goes at once, but the next region's flat buffer is there already (prefetch from pre-backward). No explicit forward prefetch.
+- a gather writes one flat buffer, then copies out into one tensor per parameter. In forward the flat buffer stays until
+  the next group's gather is done and copied out (a local variable of ``wait_for_unshard`` holds it), so a region's
+  forward holds two gathered copies of it, and its gather three. In backward it goes at once, but the next region's flat
+  buffer is there already (prefetch from pre-backward). No explicit forward prefetch.
 - parameters that persist in another dtype than they are gathered in are first cast into a buffer of the shard's size.
 - unsharded gradients of a region come in the gathered dtype. After its backward its parameters go, the reduce-scatter
   input of the region before it goes, then its gradients are copied into one input buffer in the reduce dtype, which

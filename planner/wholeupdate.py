@@ -71,7 +71,7 @@ class FixedPlan:
 
     @contextmanager
     def applied(self, actor: Actor) -> Iterator[Running]:
-        runtime = attach(actor.model, (self.plan,))
+        runtime = attach(actor.model, (self.plan,), accept=("plans",))  # of fake ranks only one is there
         runtime.use(self.plan)
         actions = ("plan", self.plan.regions, self.demoted)
         try:
