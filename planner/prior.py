@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from hilore.planner.codec_law import estimated_error
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Bucket, Calibration, UnitRisk
-from hilore.runtime.codecs.tokens import token_codec
 from hilore.runtime.eligibility import unsuitable
 
 ERRORS: dict[str, dict[str, float]] = {
@@ -70,16 +69,17 @@ ERRORS: dict[str, dict[str, float]] = {
 }
 # What is offered where model.yaml names no codecs: none is beaten by another in bytes, error and time at once.
 # 8 and 6 bits are where the choice lies (with 10 and 7 beside them the plan of a 3B model gained 0.01 % of a step more
-# and took half as long again to solve); plain int8 is the fastest. What bits by token gain only rollouts can tell.
+# and took half as long again to solve); plain int8 is the fastest. Bits by token (tw8-...) are for model.yaml to ask for:
+# what they gain only rollouts can tell, and encoding and decoding them takes a copy of the tensor.
 _BITS = (8, 6)
 _CENTRED = tuple(f"int{bits}-g32-s8-cm-h64" for bits in _BITS)
 _NOT_CENTRED = tuple(f"int{bits}-g32-s8-h64" for bits in _BITS)
 DEFAULT_CODECS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("gate", "up", "attention", "o"),
-        ("int8-g64", *_CENTRED, *(f"tw{bits}-g32-s8-cm-h64" for bits in _BITS)),
+        ("int8-g64", *_CENTRED),
     ),
-    "v": ("int8-g64", *_NOT_CENTRED, *(f"tw{bits}-g32-s8-h64" for bits in _BITS)),
+    "v": ("int8-g64", *_NOT_CENTRED),
 }
 # Another model's weights and batches moved the figures by up to a quarter (docs/measurements/prior.md).
 MARGIN = 1.25
@@ -94,12 +94,11 @@ ASSUMED_FREQUENCIES = (0.25, 0.25, 0.25, 0.25)
 
 
 def prior_codecs(kind: str, spec: ModelSpec) -> tuple[str, ...]:
-    """Codecs to offer to a unit kind: the default ones where model.yaml names none (packed rows have no use for bits by
-    token), or those of it whose error on this kind is known or can be estimated, and which suit it."""
-    if spec.codecs is not None:
-        return tuple(codec for codec in spec.codecs if prior_error(kind, codec) is not None)
-    default = DEFAULT_CODECS.get(kind, ())
-    return tuple(codec for codec in default if spec.batch.layout != "packed" or token_codec(codec) is None)
+    """Codecs to offer to a unit kind: the default ones where model.yaml names none, or those of it whose error on this
+    kind is known or can be estimated, and which suit it."""
+    if spec.codecs is None:
+        return DEFAULT_CODECS.get(kind, ())
+    return tuple(codec for codec in spec.codecs if prior_error(kind, codec) is not None)
 
 
 def prior_error(kind: str, codec: str) -> float | None:

@@ -255,9 +255,7 @@ def _sharded_bytes(sharding: Sharding, group: GroupBytes, around: Around, bounda
     )
 
 
-def shard_keep_set(
-    sharding: Sharding, group: GroupBytes, around: Around, keep_set: KeepSet, boundary: int
-) -> KeepSet:
+def shard_keep_set(sharding: Sharding, group: GroupBytes, around: Around, keep_set: KeepSet, boundary: int) -> KeepSet:
     """One keep set of a region with its gathered parameters, its neighbours' buffers and its gradient reduction.
 
     ``keep_set`` was measured unsharded, without gradient buffers before it: its backward holds the region's unsharded
