@@ -69,8 +69,8 @@ ERRORS: dict[str, dict[str, float]] = {
 }
 # What is offered where model.yaml names no codecs: none is beaten by another in bytes, error and time at once.
 # 8 and 6 bits are where the choice lies (with 10 and 7 beside them the plan of a 3B model gained 0.01 % of a step more
-# and took half as long again to solve); plain int8 is the fastest. Bits by token (tw8-...) are for model.yaml to ask for:
-# what they gain only rollouts can tell, and encoding and decoding them takes a copy of the tensor.
+# and took half as long again to solve); plain int8 is the fastest. Bits by token (tw8-...) are for model.yaml to ask
+# for: what they gain only rollouts can tell, and encoding and decoding them takes a copy of the tensor.
 _BITS = (8, 6)
 _CENTRED = tuple(f"int{bits}-g32-s8-cm-h64" for bits in _BITS)
 _NOT_CENTRED = tuple(f"int{bits}-g32-s8-h64" for bits in _BITS)
