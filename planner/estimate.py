@@ -127,13 +127,15 @@ def _place(spec: ModelSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What times are taken with: the actor whose tensors run, and a clock that sees them."""
+    """What times are taken with: the actor whose tensors run, and a clock that sees them. ``device_type``: whose codec
+    kernels train."""
 
     actor: Actor
     clock: Clock
     warm_up_runs: int
     repeats: int
     gpu: Gpu | None
+    device_type: str
 
     @property
     def estimated(self) -> bool:
@@ -152,7 +154,7 @@ class Bench:
     def codec_costs(self, output: Tensor, names: Iterable[str]) -> tuple[CodecCost, ...]:
         """Times and payload of each codec for one unit's output."""
         if self.estimated and self.gpu is not None:
-            return estimated_codec_costs(self.gpu, output, names)
+            return estimated_codec_costs(self.gpu, output, names, self.device_type)
         return codec_costs(output, names, self.clock)
 
 
@@ -161,10 +163,11 @@ def bench_for(target: Target, spec: ModelSpec, fake: Actor, real: Actor | None =
 
     Weights are read and allocated for the real one alone, unless one is given.
     """
+    device_type = "cuda" if target.cuda else target.device.type
     if target.estimated and target.gpu is not None:
-        return Bench(fake, RooflineClock(target.gpu), 0, 1, target.gpu)
+        return Bench(fake, RooflineClock(target.gpu), 0, 1, target.gpu, device_type)
     actor = real or build_actor(spec, device=target.device)
-    return Bench(actor, device_clock(target.device), WARM_UP, REPEATS, target.gpu)
+    return Bench(actor, device_clock(target.device), WARM_UP, REPEATS, target.gpu, device_type)
 
 
 def kernels(target: Target) -> AbstractContextManager[None]:

@@ -106,10 +106,10 @@ def moved_bytes(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     return written + sum(map(_nbytes, inputs[1:] if packet in _OVERWRITES else inputs))
 
 
-def estimated_codec_costs(gpu: Gpu, output: Tensor, names: Iterable[str]) -> tuple[CodecCost, ...]:
+def estimated_codec_costs(gpu: Gpu, output: Tensor, names: Iterable[str], device_type: str) -> tuple[CodecCost, ...]:
     """Encode and decode times of each codec for a tensor like ``output``: one reads what the other writes.
 
-    Its workspace is that of the card's kernels, wherever ``output`` is.
+    Its workspace is that of ``device_type``'s kernels, wherever ``output`` is.
     """
     found = []
     for name in names:
@@ -117,7 +117,7 @@ def estimated_codec_costs(gpu: Gpu, output: Tensor, names: Iterable[str]) -> tup
         payload = codec.nbytes(shape, output.dtype)
         moved = payload + output.numel() * output.element_size()
         took = round(moved / gpu.bytes_per_second("codec") * 1e9) + gpu.launch_ns
-        workspace = codec.workspace_bytes(shape, output.dtype, "cuda")
+        workspace = codec.workspace_bytes(shape, output.dtype, device_type)
         found.append(CodecCost(name, payload, took, took, workspace))
     return tuple(found)
 

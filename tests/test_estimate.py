@@ -155,7 +155,7 @@ def test_causal_attention_is_half_a_square_and_backward_two_and_a_half_times_for
 
 def test_codecs_take_what_they_read_and_write(fakes: Any) -> None:
     output = fake(4096, 2048, grad=False)
-    (cost,) = estimated_codec_costs(A100, output, ["int8-g128"])
+    (cost,) = estimated_codec_costs(A100, output, ["int8-g128"], "cuda")
     payload = get_codec("int8-g128").nbytes((4096, 2048), torch.bfloat16)
     assert cost.payload_bytes == payload
     here, there = (get_codec("int8-g128").workspace_bytes((4096, 2048), torch.bfloat16, d) for d in ("cpu", "cuda"))
