@@ -41,9 +41,9 @@ def test_predicted_measured_and_fake_peaks_are_one(case: Case, tmp_path: Path, m
     for row in rows:
         assert row.fake_bytes == row.measured_bytes, row
         assert row.holds, row
-        # Under autocast the highest moment of a forward may come before all of its payloads are there.
-        loose = "encoded" in row.policy and "autocast" in row.training
-        if not loose and "demoted" not in row.policy and "split" not in row.policy:
+        # Codecs' workspace is predicted, not counted. Under autocast the highest moment of a forward may come before
+        # all of its payloads are there.
+        if " L," not in row.policy and "split" not in row.policy:
             assert row.over_bytes == 0, row
 
 
