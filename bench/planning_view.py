@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.table import environment
+from bench.table import versions
 from hilore.planner.budget import MIB
 from hilore.planner.tracefile import load_trace
 from hilore.planner.verify import reference_peaks
@@ -30,12 +30,11 @@ class Command:
 
 def markdown(commands: Sequence[Command], folder: Path, typed: str) -> str:
     """What each command took, what it predicts, and the plans it made; ``folder`` holds traces and plans."""
-    versions = ", ".join(f"{name} {version}" for name, version in environment(1, typed)["versions"].items())
     lines = [
         "# What planning costs without a GPU",
         "",
         f"`{typed}`",
-        f"({versions}). Every command ran in a process of its own; RAM is its highest resident memory. Wall seconds",
+        f"({versions()}). Every command ran in a process of its own; RAM is its highest resident memory. Wall seconds",
         "include what else ran beside it, CPU seconds (user and system) do not. No weights are read or allocated.",
         "",
         "| command | exit | CPU s | wall s | RAM MiB |",

@@ -19,7 +19,6 @@ from hilore.planner.rollouts import from_rollouts, with_advantages
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.tasks import build_dataset
 from hilore.planner.trace import Trace
-from hilore.runtime.codecs.tokens import token_codec
 
 COMPLETIONS = 4
 
@@ -39,9 +38,7 @@ def offering_all(spec: ModelSpec) -> ModelSpec:
 
 
 def _codecs_of(kind: str) -> tuple[str, ...]:
-    """Without those whose error depends on the rollouts."""
-    named = dict.fromkeys((*DEFAULT_CODECS.get(kind, ()), *ERRORS[kind]))
-    return tuple(codec for codec in named if token_codec(codec) is None)
+    return tuple(dict.fromkeys((*DEFAULT_CODECS.get(kind, ()), *ERRORS[kind])))
 
 
 def real_microbatch(actor: Actor, seed: int) -> Microbatch:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.table import environment, write_json
+from bench.table import environment, versions, write_json
 from hilore.planner.budget import AUTO_MARGIN_BYTES, MIB
 from hilore.planner.emit import solve_trace
 from hilore.planner.files import replace_file
@@ -91,7 +91,6 @@ def further_budgets(trace: Trace) -> tuple[int, int]:
 
 def markdown(rows: Sequence[SolveTime], command: str) -> str:
     """The document with its table."""
-    versions = ", ".join(f"{name} {version}" for name, version in environment(1, command)["versions"].items())
     slowest, widest = max(rows, key=lambda row: row.cpu_s), max(rows, key=lambda row: row.gap)
     optimal = sum(row.status == "optimal" for row in rows)
     infeasible = sum(row.status == "infeasible" for row in rows)
@@ -99,9 +98,9 @@ def markdown(rows: Sequence[SolveTime], command: str) -> str:
         "# What solving takes",
         "",
         f"`{command}`",
-        f"({versions}). One row is one solve: all regimes of all length buckets, to a proven gap of {GAP_PERCENT:g} %",
-        "of the step. CPU seconds are of the process, wall seconds include what else ran. Peak and gain over GC are",
-        "those of the longest bucket's plan for the highest exposures; times are estimated where the trace's are.",
+        f"({versions()}). One row is one solve: all regimes of all length buckets, to a proven gap of",
+        f"{GAP_PERCENT:g} % of the step. CPU seconds are of the process, wall seconds include what else ran. Peak and",
+        "gain over GC are those of the longest bucket's plan for the highest exposures; times are estimated where the trace's are.",
         "",
         f"{len(rows)} solves: {optimal} optimal, {infeasible} infeasible; slowest {slowest.cpu_s:.1f} CPU s "
         f"({slowest.trace}, {slowest.budget_mib:,} MiB, delta {slowest.delta:g}); widest proven gap {widest.gap:.3%}.",

@@ -62,6 +62,12 @@ def overhead_parts(report: OverheadReport) -> list[Table | str]:
     ]
 
 
+def versions() -> str:
+    """Of the libraries that figures depend on: ``torch 2.13.0, transformers 5.24.0``."""
+    found = environment(1, "")["versions"]
+    return ", ".join(f"{name.removesuffix('_patch')} {version}" for name, version in found.items())
+
+
 def command() -> str:
     """As it was typed."""
     return shlex.join(["python", "-m", "bench", *sys.argv[1:]])

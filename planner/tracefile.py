@@ -86,7 +86,8 @@ def _parse(text: str, path: str | Path) -> dict[str, Any]:
     version = data.get("trace_version")
     if version != TRACE_VERSION:
         raise TraceFileError(
-            f"{path}: trace_version is {version}, this hilore-plan reads {TRACE_VERSION}; trace the model again",
+            f"{path}: trace_version is {version}, this hilore-plan reads {TRACE_VERSION}; trace the model again, "
+            "or name another --trace",
             path=str(path),
         )
     return data

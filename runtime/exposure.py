@@ -8,8 +8,7 @@ term it is about the RMS of the advantages, whatever the normaliser and the accu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,12 +127,8 @@ def exposure_before_forward(
     token_coefficients, but for log-probs that are missing.
     """
     spec = resolve(loss, **options)
-    known = _known_inputs(spec, advantages, mask, logps, old_logps, ref_logps, weights, rollout_ratio)
-    if known is not None:
-        return exposure_from_gradient(coefficients(spec, known), known.mask, length_normaliser(spec, known.mask))
-    inputs = _inputs(resolve(spec, beta=0.0), advantages, mask, None, None, None, weights, rollout_ratio)
-    bound = coefficient_bound(spec, inputs, on_policy=old_logps is None, log_move=LOG_MOVE)
-    return exposure_from_gradient(bound, inputs.mask, length_normaliser(spec, inputs.mask))
+    omega, inputs = _before_forward(spec, advantages, mask, logps, old_logps, ref_logps, weights, rollout_ratio)
+    return exposure_from_gradient(omega, inputs.mask, length_normaliser(spec, inputs.mask))
 
 
 def token_magnitudes(
@@ -145,61 +140,26 @@ def token_magnitudes(
     ref_logps: Tensor | None = None,
 ) -> Tensor:
     """|omega| [B, T] before the forward: exact where exposure_before_forward is, else its bound; 0 at the mask."""
-    spec = resolve(loss)
-    inputs = _known_inputs(spec, advantages, mask, logps, old_logps, ref_logps, None, None)
-    if inputs is not None:
-        return coefficients(spec, inputs).abs()
-    inputs = _inputs(resolve(spec, beta=0.0), advantages, mask, None, None, None, None, None)
-    return coefficient_bound(spec, inputs, on_policy=old_logps is None, log_move=LOG_MOVE)
+    return _before_forward(resolve(loss), advantages, mask, logps, old_logps, ref_logps)[0].abs()
 
 
-def _known_inputs(
+def _before_forward(
     spec: Loss,
     advantages: Tensor,
     mask: Tensor,
     logps: Tensor | None,
     old_logps: Tensor | None,
     ref_logps: Tensor | None,
-    weights: Tensor | None,
-    rollout_ratio: Tensor | None,
-) -> LossInputs | None:
-    """What the coefficients follow from, None where that is not known before the forward."""
+    weights: Tensor | None = None,
+    rollout_ratio: Tensor | None = None,
+) -> tuple[Tensor, LossInputs]:
+    """The coefficients [B, T], or a bound of them where they are not known yet, and what they follow from."""
     given = logps is not None and (spec.beta == 0 or ref_logps is not None)
-    if not given and not known_before_forward(spec, old_logps):
-        return None
-    return _inputs(spec, advantages, mask, logps, old_logps, ref_logps, weights, rollout_ratio)
-
-
-class LogprobHook:
-    """Measures the exposure of any loss: a hook on the log-probs, which fires before any layer's backward.
-
-    ``exposure`` is None until then. ``when_known`` is called with it. ``remove()`` takes the hook off.
-    """
-
-    def __init__(
-        self,
-        logps: Tensor,
-        mask: Tensor,
-        normaliser: Tensor | None = None,
-        when_known: Callable[[float], object] | None = None,
-    ) -> None:
-        self.exposure: float | None = None
-        if not logps.requires_grad:
-            raise ExposureError(
-                "The log-probs do not require a gradient, so no hook on them can fire; attach it to "
-                "those of the forward that backward runs through.",
-                missing="logps",
-            )
-        self._mask, self._normaliser, self._when_known = mask, normaliser, when_known
-        self._handle = cast(Any, logps).register_hook(self._fire)
-
-    def _fire(self, gradient: Tensor) -> None:
-        self.exposure = exposure_from_gradient(gradient, self._mask, self._normaliser)
-        if self._when_known is not None:
-            self._when_known(self.exposure)
-
-    def remove(self) -> None:
-        self._handle.remove()
+    if given or known_before_forward(spec, old_logps):
+        inputs = _inputs(spec, advantages, mask, logps, old_logps, ref_logps, weights, rollout_ratio)
+        return coefficients(spec, inputs), inputs
+    inputs = _inputs(resolve(spec, beta=0.0), advantages, mask, None, None, None, weights, rollout_ratio)
+    return coefficient_bound(spec, inputs, on_policy=old_logps is None, log_move=LOG_MOVE), inputs
 
 
 def group_advantages(rewards: Tensor, group_size: int, *, scale: bool = True, epsilon: float = 1e-4) -> Tensor:
@@ -321,7 +281,6 @@ def _raise_first(omega: Tensor) -> None:
 
 __all__ = [
     "LOG_MOVE",
-    "LogprobHook",
     "LossSpec",
     "VerlLoss",
     "exposure_before_forward",

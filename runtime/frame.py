@@ -138,8 +138,7 @@ class Frame:
         finally:
             self.record = None
         if action.kept:
-            dtype = self._compute_dtype() if action.codec is not None else None
-            record.keep(result, action.codec, dtype, self.choice)
+            record.keep(result, action.codec, self._compute_dtype() if action.codec is not None else None, self.choice)
         else:
             record.watch_output(result)
         if record.may_draw or kwargs.get("dropout"):

@@ -98,6 +98,11 @@ def _parse(text: str, path: str | Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise PlanFileError(f"{path}: not a plan: expected an object at the top level", path=str(path))
     version = data.get("schema_version")
+    if version is None and "trace_version" in data:
+        raise PlanFileError(
+            f"{path}: a trace, not a plan; `hilore-plan solve --trace {path} --budget N` makes plans of it",
+            path=str(path),
+        )
     if version != SCHEMA_VERSION:
         raise PlanFileError(
             f"{path}: schema_version is {version}, this runtime reads {SCHEMA_VERSION}; solve again with this "

@@ -14,10 +14,11 @@ from typing import Any
 from torch import nn
 
 from hilore.runtime.ambient import running
+from hilore.runtime.codecs.tokens import token_codec
 from hilore.runtime.huggingface import attention_implementations, attention_wrapped
 from hilore.runtime.plan import Plan, RegionPlan
 from hilore.runtime.stats import Stats
-from hilore.runtime.tokenweights import TOKEN_CODECS, TokenWeights
+from hilore.runtime.tokenweights import TokenWeights
 from hilore.runtime.unitbinding import UnitBinding
 
 ATTENTION = "attention"
@@ -163,7 +164,7 @@ class Choice:
     def weighs_tokens(self) -> bool:
         """Whether the plan has codecs that need ``tokens``."""
         return self.plan is not None and any(
-            unit.codec is not None and unit.codec.startswith(TOKEN_CODECS)
+            unit.codec is not None and token_codec(unit.codec) is not None
             for region in self.plan.regions
             for unit in region.units
         )

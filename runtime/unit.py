@@ -116,10 +116,7 @@ class UnitRecord:
         output = self._output(result)
         if codec is not None and compute_dtype is not None:
             self.encode_role = role_of(
-                output,
-                compute_dtype=compute_dtype,
-                floor_bytes=ENCODE_FLOOR_BYTES,
-                parameters=self.unit.own_state(),
+                output, compute_dtype=compute_dtype, floor_bytes=ENCODE_FLOOR_BYTES, parameters=self.unit.own_state()
             )
         if codec is None or self.encode_role != ACTIVATION:
             self.kept = Kept(output, None)

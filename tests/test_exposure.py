@@ -15,13 +15,13 @@ from torch import Tensor
 from hilore.runtime.errors import ExposureError
 from hilore.runtime.exposure import (
     LOG_MOVE,
-    LogprobHook,
     exposure_before_forward,
     exposure_from_gradient,
     known_before_forward,
     normalised_exposure,
     token_coefficients,
 )
+from hilore.runtime.logprobhook import LogprobHook
 from hilore.runtime.losses import CLIPPED_KINDS, LossSpec, length_normaliser
 
 KINDS = (*CLIPPED_KINDS, "cispo", "sapo", "vespo")

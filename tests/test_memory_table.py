@@ -41,10 +41,13 @@ def test_predicted_measured_and_fake_peaks_are_one(case: Case, tmp_path: Path, m
     for row in rows:
         assert row.fake_bytes == row.measured_bytes, row
         assert row.holds, row
-        # Codecs' workspace is predicted, not counted. Under autocast the highest moment of a forward may come before
-        # all of its payloads are there.
-        if " L," not in row.policy and "split" not in row.policy:
-            assert row.over_bytes == 0, row
+        # Under autocast the highest moment of a forward may come before all of its payloads are there.
+        loose = "encoded" in row.policy and "autocast" in row.training
+        if not loose and "demoted" not in row.policy and "split" not in row.policy:
+            assert row.measured_bytes == row.counted_bytes, row
+        encodes = " L," in row.policy
+        assert row.counted_bytes <= row.predicted_bytes
+        assert encodes or row.counted_bytes == row.predicted_bytes, row
 
 
 def test_the_table_covers_what_it_says() -> None:
@@ -59,7 +62,7 @@ def test_the_table_covers_what_it_says() -> None:
 
 
 def test_a_row_holds_within_its_bounds_alone() -> None:
-    row = Row("qwen2", "full", "naive", 8, "GC", "", 400 << 20, 400 << 20, None)
+    row = Row("qwen2", "full", "naive", 8, "GC", "", 400 << 20, 400 << 20, None, 400 << 20)
     assert row.holds
     assert not replace(row, predicted_bytes=row.measured_bytes - 1).holds
     assert replace(row, predicted_bytes=404 << 20).holds

@@ -202,3 +202,10 @@ def test_what_solve_writes_loads(tmp_path: Path) -> None:
     assert isinstance(loaded, PlanSet)
     assert [path.name for path in written] == [f"qwen-like.{name}.json" for name in ("null", "low", "mid", "high")]
     assert all(region.hold for plan in loaded.plans for region in plan.regions)
+
+
+def test_a_trace_is_named_for_what_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.trace.json"
+    path.write_text('{"trace_version": 2}', encoding="utf-8")
+    with pytest.raises(PlanFileError, match=r"a trace, not a plan; `hilore-plan solve --trace .*tiny.trace.json"):
+        load_plan(path)

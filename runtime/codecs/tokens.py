@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -110,6 +111,7 @@ class TokenCodec(Codec):
         return element_count(shape) * dtype.itemsize + self.uniform.decode_workspace_bytes(shape, dtype, device_type)
 
 
+@cache
 def token_codec(name: str) -> TokenCodec | None:
     """The codec of this name, None where it names none."""
     found = _NAME.fullmatch(name)
