@@ -100,7 +100,8 @@ def markdown(rows: Sequence[SolveTime], command: str) -> str:
         f"`{command}`",
         f"({versions()}). One row is one solve: all regimes of all length buckets, to a proven gap of",
         f"{GAP_PERCENT:g} % of the step. CPU seconds are of the process, wall seconds include what else ran. Peak and",
-        "gain over GC are those of the longest bucket's plan for the highest exposures; times are estimated where the trace's are.",
+        "gain over GC are those of the longest bucket's plan for the highest exposures; times are estimated where the",
+        "trace's are.",
         "",
         f"{len(rows)} solves: {optimal} optimal, {infeasible} infeasible; slowest {slowest.cpu_s:.1f} CPU s "
         f"({slowest.trace}, {slowest.budget_mib:,} MiB, delta {slowest.delta:g}); widest proven gap {widest.gap:.3%}.",
