@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from hilore.planner.codec_law import estimated_error
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Bucket, Calibration, UnitRisk
-from hilore.runtime.eligibility import unsuitable
+from hilore.runtime.codecs.tokens import form_behind
 
 ERRORS: dict[str, dict[str, float]] = {
     "gate": {
@@ -104,8 +104,9 @@ def prior_codecs(kind: str, spec: ModelSpec) -> tuple[str, ...]:
 def prior_error(kind: str, codec: str) -> float | None:
     """Percent of the gradient's norm with every layer's unit of this kind at L, without margin; None for what is not
     to be offered."""
-    measured = ERRORS.get(kind)
-    if measured is None or unsuitable(kind, codec):
+    measured, form = ERRORS.get(kind), form_behind(codec)
+    # Tokens that attention looks at most have a small v, which channel means would spoil.
+    if measured is None or (kind == "v" and form is not None and form.centred):
         return None
     return measured.get(codec) or estimated_error(measured, codec)
 

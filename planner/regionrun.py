@@ -152,10 +152,6 @@ class RegionRunner:
         """The same as gradient checkpointing sees it: nothing inside is known."""
         return replace(self, binding=RegionBinding(self.binding.name, self.binding.module, {}), units={})
 
-    def without_history(self) -> RegionRunner:
-        """The same with a boundary that needs no gradient."""
-        return replace(self, inputs=replace(self.inputs, requires_grad=False))
-
 
 def choice_for(
     region: str,

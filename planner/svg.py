@@ -63,12 +63,6 @@ def path(points: Sequence[tuple[float, float]], colour: str, *, width: float, da
     return f'<path d="{moves}" fill="none" stroke="{colour}" stroke-width="{width:g}"{dashed}/>'
 
 
-def area(points: Sequence[tuple[float, float]], colour: str, note: str) -> str:
-    """A filled polygon; ``note`` shows when pointed at."""
-    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polygon points="{corners}" fill="{colour}"><title>{escape(note)}</title></polygon>'
-
-
 def box(x: float, y: float, width: float, height: float, colour: str, note: str = "") -> str:
     """A filled rectangle; ``note`` shows when pointed at."""
     inside = f"<title>{escape(note)}</title>" if note else ""

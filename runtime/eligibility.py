@@ -1,5 +1,4 @@
-"""What may be encoded, and how: floating activations of the compute dtype above a size floor; which codec suits which
-kind of unit."""
+"""Which saved tensors may be encoded at all: floating activations of the compute dtype above a size floor."""
 
 from __future__ import annotations
 
@@ -8,13 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from hilore.runtime.codecs import get_codec
 from hilore.runtime.codecs.base import FLOAT_DTYPES
-from hilore.runtime.codecs.tokens import form_behind
 
 FLOOR_BYTES = 1 << 14
-# Outputs of activation functions.
-ONE_SIDED_KINDS = ("activation",)
 ROLES = ("activation", "parameter", "index", "mask", "scalar", "other dtype", "repeated", "small", "not strided")
 
 
@@ -52,25 +47,6 @@ def may_encode(
     """Whether ``tensor`` may be kept encoded: its role is "activation". Never for parameters, indices, masks."""
     role = role_of(tensor, compute_dtype=compute_dtype, floor_bytes=floor_bytes, parameters=parameters)
     return role == "activation"
-
-
-def unsuitable(kind: str, codec: str) -> str:
-    """Why ``codec`` is not for units of this kind, though they may be at L with others; empty if nothing speaks
-    against it. Raises CodecError for an unknown name.
-
-    Figures: docs/measurements/codecs.md and fidelity.md. q and k may not be at L at all: a kept attention's
-    log-sum-exp belongs to the exact ones.
-    """
-    form = form_behind(get_codec(codec).name)
-    if get_codec(codec).lossless or form is None:
-        return ""
-    if kind in ("q", "k"):
-        return "the kept log-sum-exp of attention belongs to the exact q and k"
-    if form.centred and kind == "v":
-        return "tokens that attention looks at most have a small v, which channel means would spoil"
-    if form.rotated and kind in ONE_SIDED_KINDS:
-        return "a rotation takes the tight range of one-sided values away; use -asym"
-    return ""
 
 
 def _is_parameter(tensor: Tensor, parameters: Iterable[Tensor]) -> bool:
