@@ -20,6 +20,7 @@ from hilore.planner.greedy import greedy
 from hilore.planner.leastpeak import LeastPeak, fitting_choice, least_peak
 from hilore.planner.milp import solve
 from hilore.planner.planwriter import write_plans
+from hilore.planner.profile import spread_notes
 from hilore.planner.problem import Configuration, Problem, Solution
 from hilore.planner.regimes import ALLOWANCES, RULES, RegimeInterval, joint_regimes, regimes
 from hilore.planner.solved import InfeasibleError, NoPlanError, SolveResult, SolveRow
@@ -67,8 +68,7 @@ def solve_trace(
     buckets = sorted(trace.buckets, key=lambda bucket: -bucket.tokens)
     for done, bucket in enumerate(buckets):
         jobs = _jobs(trace, bucket, options, intervals)
-        left = len(jobs) * (len(buckets) - done)
-        found = _solve_bucket(trace, jobs, deadline, left, options, clock)
+        found = _solve_bucket(trace, jobs, deadline, len(buckets) - done, options, clock)
         solved += [(replace(job, problem=found[job.regime.label].problem), found[job.regime.label]) for job in jobs]
     created_at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     provenance: dict[str, Any] = {
@@ -107,8 +107,9 @@ def _intervals(trace: Trace, options: Options) -> tuple[RegimeInterval, ...]:
 
 
 def _notes(trace: Trace, options: Options) -> tuple[str, ...]:
-    """How the budget stands to the card, and that times are estimated."""
+    """How the budget stands to the card, and what to know of the times."""
     notes = [f"times are estimated for {trace.device}, not measured"] if trace.estimated else []
+    notes += spread_notes(trace.time_spread)
     if not trace.card_bytes:
         return tuple(notes)
     left = trace.card_bytes - options.ceiling_bytes
@@ -143,32 +144,57 @@ def _jobs(trace: Trace, bucket: Bucket, options: Options, intervals: Sequence[Re
 
 
 def _solve_bucket(
-    trace: Trace, jobs: Sequence[Job], deadline: float, left: int, options: Options, clock: Callable[[], float]
+    trace: Trace, jobs: Sequence[Job], deadline: float, buckets: int, options: Options, clock: Callable[[], float]
 ) -> dict[str, Solution]:
-    """Solutions by regime, from the highest exposure to none; each starts from the one before, which fits it too."""
+    """Solutions by regime, from the highest exposure to none; each starts from the one before, which fits it too.
+
+    The highest starts from the plan without L, so that a search cut short is never slower than it. ``buckets``: how
+    many share the time that is left, this one included.
+    """
     found: dict[str, Solution] = {}
-    before: tuple[Job, Solution] | None = None
-    for job in reversed(jobs):
-        if before is not None and _equivalent(before[0].problem, job.problem):
-            found[job.regime.label] = before[1]
-            left -= 1
+    before = _without_lossy(trace, jobs[-1], options) if options.delta > 0 else None
+    queue = [before, *reversed(jobs)] if before is not None else list(reversed(jobs))
+    left = buckets * _distinct([job.problem for job in queue])
+    solved: tuple[Job, Solution] | None = None
+    for job in queue:
+        if solved is not None and _equivalent(solved[0].problem, job.problem):
+            found[job.regime.label] = solved[1]
             continue
         remaining_s = max(0.0, deadline - clock())
         solution = solve(
             job.problem,
             time_limit_s=min(remaining_s, max(remaining_s / left, LEAST_SHARE_S)),
             gap_percent=options.gap_percent,
-            hints=() if before is None else (_chosen(before[1]),),
+            hints=() if solved is None else (_chosen(solved[1]),),
             clock=clock,
         )
         left -= 1
+        if job is before and solution.status in ("infeasible", "unknown"):
+            continue
         if solution.status == "infeasible":
             raise _infeasible(trace, options, [job.regime for job in jobs])
         if solution.status == "unknown":
             raise _no_plan(job, options)
-        found[job.regime.label] = solution
-        before = (job, solution)
+        if job is not before:
+            found[job.regime.label] = solution
+        solved = (job, solution)
     return found
+
+
+def _without_lossy(trace: Trace, highest: Job, options: Options) -> Job:
+    """The problem of the highest regime without L."""
+    regions = build_regions(
+        trace, highest.bucket, lossy=False, risk_free=True, granularity=options.granularity
+    )
+    limit = highest.problem.risk_limit
+    problem = assemble(trace, highest.bucket, regions, budget_bytes=options.ceiling_bytes, limit=limit)
+    return replace(highest, problem=problem)
+
+
+def _distinct(problems: Sequence[Problem]) -> int:
+    """How many have to be solved, of problems of which an equivalent one's solution serves the next."""
+    pairs = zip(problems, problems[1:], strict=False)
+    return 1 + sum(not _equivalent(first, second) for first, second in pairs)
 
 
 def _equivalent(first: Problem, second: Problem) -> bool:

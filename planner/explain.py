@@ -83,6 +83,7 @@ class Explanation:
     alternatives: tuple[Alternative, ...]
     hold_only: str = ""
     estimated: bool = False
+    time_spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ def explain_unit(plan: Plan, trace: Trace, unit_name: str, *, trace_path: str = 
         alternatives=tuple(alternatives),
         hold_only=hold_only,
         estimated=trace.estimated,
+        time_spread=trace.time_spread,
     )
 
 
@@ -147,8 +149,11 @@ def _find(plan: Plan, name: str) -> tuple[int, int]:
         for index, unit in enumerate(region.units):
             if unit.name == name:
                 return at, index
+    ending = [known for known in plan.unit_names if known.endswith(f".{name}")]
     guess = close_match(name, plan.unit_names)
     hint = f"did you mean '{guess}'?" if guess else f"its first unit is '{plan.unit_names[0]}'"
+    if ending:
+        hint = f"{len(ending)} end in it, from '{ending[0]}' to '{ending[-1]}': name one of them whole"
     raise HiloreError(f"{plan.path}: no unit '{name}'; {hint}")
 
 

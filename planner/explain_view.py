@@ -10,6 +10,7 @@ from rich.table import Table
 
 from hilore.planner.budget import MIB, mib
 from hilore.planner.explain import Alternative, Explanation
+from hilore.planner.profile import spread_notes
 from hilore.planner.view import milliseconds
 
 
@@ -34,6 +35,7 @@ def explanation_lines(found: Explanation) -> list[str]:
         f"memory: the peak is in the {found.peak_event}, {mib(found.spare_bytes)} under the budget",
         f"risk: {found.risk:.3%}, {limit}",
         f"binds: {found.binds}",
+        *(f"note: {note}" for note in spread_notes(found.time_spread)),
     ]
 
 

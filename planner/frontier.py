@@ -86,6 +86,7 @@ def frontier(
         name=trace.name,
         tokens=bucket.tokens,
         estimated=trace.estimated,
+        time_spread=trace.time_spread,
         calibrated=trace.calibration.calibrated,
         budgets=ordered,
         deltas=wanted,

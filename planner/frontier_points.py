@@ -51,6 +51,7 @@ class Frontier:
     name: str
     tokens: int
     estimated: bool
+    time_spread: float
     calibrated: bool
     budgets: tuple[int, ...]
     deltas: tuple[float, ...]

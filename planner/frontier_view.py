@@ -14,6 +14,7 @@ from hilore.planner.budget import MIB, mib
 from hilore.planner.frontier_curves import CHAIN, GREEDY, LAYER, PLAN, UNIFORM
 from hilore.planner.frontier_points import Curve, Frontier
 from hilore.planner.frontier_rivals import BLOCK, EVERY_N, GC, NO_GC, SAC
+from hilore.planner.profile import spread_notes
 from hilore.planner.view import milliseconds
 
 REGIMES = ("null", "low", "mid", "high")
@@ -107,6 +108,7 @@ def frontier_lines(found: Frontier, trace_path: str) -> list[str]:
     ]
     if found.estimated:
         lines.append("times are estimated, not measured")
+    lines += [f"note: {note}" for note in spread_notes(found.time_spread)]
     if not found.calibrated and any(found.deltas):
         lines.append("errors come from the prior table: uncalibrated")
     return lines

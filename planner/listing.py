@@ -106,7 +106,8 @@ class Listing:
             return kind.configurations.index(configuration)
         risk = None if kind.menu is None else kind.menu.risk_of(configuration)
         if risk is None:
-            return next((k for k, c in enumerate(kind.configurations) if nowhere_worse(c, configuration)), None)
+            instead = (k for k, c in enumerate(kind.configurations) if nowhere_worse(c, configuration))
+            return min(instead, key=lambda k: kind.risk[k], default=None)
         self._append(kind, (configuration,), columns_of((configuration,), (risk,)))
         return len(kind.configurations) - 1
 

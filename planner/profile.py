@@ -29,6 +29,17 @@ LOUD_SPREAD = 0.25
 Clock = Callable[[], int]
 
 
+def spread_notes(spread: float) -> tuple[str, ...]:
+    """What to tell of times that spread so much; nothing of quiet ones."""
+    if spread <= LOUD_SPREAD:
+        return ()
+    return (
+        f"times spread by {spread:.0%} of their median (interquartile range): the machine was busy, or the model is so "
+        "small that calls cost more than their work; predicted times and gains are as uncertain. Trace again when it "
+        "is quiet",
+    )
+
+
 def device_clock(device: torch.device) -> Clock:
     """Nanoseconds once everything queued on ``device`` is done."""
     if device.type != "cuda":

@@ -33,6 +33,7 @@ from hilore.planner.sidebyside_runs import (
     measure_times,
 )
 from hilore.planner.stepping import idle_optimizer, peak_of_step
+from hilore.planner.steadyheap import freed_memory_kept
 from hilore.runtime.errors import HiloreError
 
 __all__ = ["Contender", "Measured", "SideBySide", "fixed_conditions", "measure_peak", "measure_policies"]
@@ -157,14 +158,15 @@ def measure_peak(actor: Actor, policy: Policy, microbatch: Microbatch, *, gradie
 
 @contextmanager
 def fixed_conditions(threads: int | None) -> Iterator[None]:
-    """So many threads, the random state restored after, and garbage collection spared what is there already."""
+    """So many threads, the random state restored after, freed memory kept (planner/steadyheap.py), and garbage
+    collection spared what is there already."""
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)
     gc.collect()
     gc.freeze()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), freed_memory_kept():
             yield
     finally:
         gc.unfreeze()

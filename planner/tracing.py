@@ -21,7 +21,7 @@ from hilore.planner.head import policy_logps
 from hilore.planner.microbatch import Microbatch, synthetic_microbatch
 from hilore.planner.outside import OuterRegion, OutsideCosts, measure_outside
 from hilore.planner.prior import calibration_from_prior
-from hilore.planner.profile import LOUD_SPREAD, Timing
+from hilore.planner.profile import Timing, spread_notes
 from hilore.planner.regionrun import region_inputs
 from hilore.planner.sharding import Sharding, sharding_of
 from hilore.planner.shardtrace import (
@@ -256,11 +256,7 @@ def _notes(run: _Run, spread: float) -> tuple[str, ...]:
         notes.append("which operators autocast runs in float32 is taken from the CPU's list; CUDA's is longer")
     if run.sharding is not None:
         notes += sharding_notes(run.sharding, run.spec, run.target.gpu)
-    if spread > LOUD_SPREAD:
-        notes.append(
-            f"times spread by {spread:.0%} of their median (interquartile range): the machine was busy; trace again "
-            "when it is quiet"
-        )
+    notes += spread_notes(spread)
     return tuple(notes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 from hilore.runtime.errors import ExposureError, PlanFileError
@@ -105,9 +106,13 @@ def _refuse_mixed(first: Plan, plan: Plan) -> None:
             path=plan.path,
         )
     if plan.set_id != first.set_id:
+        folders = [os.path.dirname(one.path) if one.path else "" for one in (first, plan)]
+        advice = "solve again, which replaces the whole set"
+        if folders[0] != folders[1]:
+            advice = f"load one folder's plans, such as {os.path.join(folders[0] or folders[1], '*.json')}"
         raise PlanFileError(
             f"two sets of plans under the name {plan.name!r}: {_where(first)} has set_id {first.set_id}, "
-            f"{_where(plan)} has {plan.set_id}; solve again, which replaces the whole set",
+            f"{_where(plan)} has {plan.set_id}; {advice}",
             path=plan.path,
         )
 

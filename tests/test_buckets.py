@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -219,6 +220,16 @@ def test_another_choice_of_buckets_leaves_nothing_of_the_earlier_set(trace: Trac
     (folder / "tiny.t24.low.json").write_text(stale, encoding="utf-8")
     with pytest.raises(PlanFileError, match=r"two sets of plans under the name 'tiny': .*; solve again"):
         load_plans(str(folder / "*.json"))
+
+
+def test_plans_of_two_folders_at_once_are_told_from_stale_ones(trace: Trace, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    solve(trace, tmp_path / "a")
+    solve(replace(trace, buckets=trace.buckets[1:]), tmp_path / "b")
+    advice = re.escape(f"load one folder's plans, such as {tmp_path / 'a' / 'plans' / '*.json'}")
+    with pytest.raises(PlanFileError, match=advice):
+        load_plans(str(tmp_path / "*" / "plans" / "*.json"))
 
 
 def test_a_bucket_without_one_of_its_regimes_is_refused(trace: Trace, tmp_path: Path) -> None:

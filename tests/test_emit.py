@@ -258,6 +258,42 @@ def test_time_up_after_one_regime_falls_back_on_its_plan_and_says_so(trace: Trac
         assert (row.status == "optimal") == (row.gap <= 0.001)
 
 
+def test_a_search_cut_short_is_never_slower_than_the_plan_without_l(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hilore.planner.emit as emit
+
+    one = replace(trace, buckets=trace.buckets[1:])
+    exact = solve_trace(one, budget_bytes=between(one, 0.4), delta=0.0)
+    honest = emit.solve
+
+    def cut(problem: Any, **options: Any) -> Any:
+        lossy = any(region.most_lossy for region in problem.regions)
+        return honest(problem, **options | ({"time_limit_s": 0.0} if lossy else {}))
+
+    monkeypatch.setattr(emit, "solve", cut)
+    found = solve_trace(one, budget_bytes=between(one, 0.4), delta=0.5)
+    pairs = zip(found.rows, exact.rows, strict=True)
+    assert all(row.step_ns <= other.step_ns for row, other in pairs)
+    assert found.exit_code == 3
+
+
+def test_the_time_limit_is_shared_by_the_problems_that_differ(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    import hilore.planner.emit as emit
+
+    shares = []
+    honest = emit.solve
+    monkeypatch.setattr(emit, "solve", lambda p, **o: shares.append(o["time_limit_s"]) or honest(p, **o))
+    solve_trace(trace, budget_bytes=between(trace, 0.4), delta=0.5, time_limit_s=60.0, clock=lambda: 0.0)
+    # Two buckets; in each no L, one problem for low, mid and high, and one without limit for null.
+    assert shares == [60 / 6, 60 / 5, 60 / 4, 60 / 3, 60 / 2, 60.0]
+
+
+def test_noisy_times_are_told(trace: Trace) -> None:
+    found = solve_trace(replace(trace, time_spread=0.9), budget_bytes=between(trace, 0.4), delta=0.0)
+    assert [note for note in found.notes if "spread by 90% of their median" in note]
+
+
 def test_a_trace_without_bucket_or_with_edges_that_fall_is_refused(trace: Trace) -> None:
     falling = replace(trace, calibration=replace(trace.calibration, psi_edges=(1.0, 0.5, 2.0)))
     with pytest.raises(HiloreError, match="must be finite, ascending and not negative"):
