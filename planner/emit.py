@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Any
 
 import hilore
@@ -20,8 +21,8 @@ from hilore.planner.greedy import greedy
 from hilore.planner.leastpeak import LeastPeak, fitting_choice, least_peak
 from hilore.planner.milp import solve
 from hilore.planner.planwriter import write_plans
-from hilore.planner.profile import spread_notes
 from hilore.planner.problem import Configuration, Problem, Solution
+from hilore.planner.profile import spread_notes
 from hilore.planner.regimes import ALLOWANCES, RULES, RegimeInterval, joint_regimes, regimes
 from hilore.planner.solved import InfeasibleError, NoPlanError, SolveResult, SolveRow
 from hilore.planner.tables import make_tables
@@ -183,9 +184,7 @@ def _solve_bucket(
 
 def _without_lossy(trace: Trace, highest: Job, options: Options) -> Job:
     """The problem of the highest regime without L."""
-    regions = build_regions(
-        trace, highest.bucket, lossy=False, risk_free=True, granularity=options.granularity
-    )
+    regions = build_regions(trace, highest.bucket, lossy=False, risk_free=True, granularity=options.granularity)
     limit = highest.problem.risk_limit
     problem = assemble(trace, highest.bucket, regions, budget_bytes=options.ceiling_bytes, limit=limit)
     return replace(highest, problem=problem)
@@ -193,8 +192,7 @@ def _without_lossy(trace: Trace, highest: Job, options: Options) -> Job:
 
 def _distinct(problems: Sequence[Problem]) -> int:
     """How many have to be solved, of problems of which an equivalent one's solution serves the next."""
-    pairs = zip(problems, problems[1:], strict=False)
-    return 1 + sum(not _equivalent(first, second) for first, second in pairs)
+    return 1 + sum(not _equivalent(first, second) for first, second in pairwise(problems))
 
 
 def _equivalent(first: Problem, second: Problem) -> bool:

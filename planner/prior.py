@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from hilore.planner.codec_law import estimated_error
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Bucket, Calibration, UnitRisk
+from hilore.runtime.codecs import get_codec
 from hilore.runtime.codecs.tokens import form_behind
 
 ERRORS: dict[str, dict[str, float]] = {
@@ -109,6 +110,22 @@ def prior_error(kind: str, codec: str) -> float | None:
     if measured is None or (kind == "v" and form is not None and form.centred):
         return None
     return measured.get(codec) or estimated_error(measured, codec)
+
+
+def codec_notes(spec: ModelSpec, bucket: Bucket) -> tuple[str, ...]:
+    """Codecs of model.yaml that no unit of the bucket offers, and why."""
+    offered = {cost.codec for one in bucket.classes for unit in one.units for cost in unit.codecs}
+    missing = [codec for codec in spec.codecs or () if codec not in offered]
+    lossless = [codec for codec in missing if get_codec(codec).lossless]
+    notes = []
+    if lossless:
+        notes.append(
+            f"codecs: {', '.join(lossless)} offered to no unit: outputs of units are no upcasts, masks or integers; "
+            "casts and masks that a unit's own autograd saves are derived again and take no bytes at all"
+        )
+    if others := [codec for codec in missing if codec not in lossless]:
+        notes.append(f"codecs: {', '.join(others)} offered to no unit: no unit kind here has a known error for it")
+    return tuple(notes)
 
 
 def calibration_from_prior(spec: ModelSpec, bucket: Bucket) -> Calibration:

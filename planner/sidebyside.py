@@ -32,8 +32,8 @@ from hilore.planner.sidebyside_runs import (
     measure_peaks,
     measure_times,
 )
-from hilore.planner.stepping import idle_optimizer, peak_of_step
 from hilore.planner.steadyheap import freed_memory_kept
+from hilore.planner.stepping import idle_optimizer, peak_of_step
 from hilore.runtime.errors import HiloreError
 
 __all__ = ["Contender", "Measured", "SideBySide", "fixed_conditions", "measure_peak", "measure_policies"]

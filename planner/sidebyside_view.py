@@ -72,7 +72,8 @@ def result_lines(result: SideBySide) -> list[str]:
     gradients = "zeroed buffers" if result.gradients_exist else "none"
     lines = [
         f"{result.rounds} rounds of interleaved steps (forward, loss and backward of one of {result.microbatches} "
-        f"microbatches in turn; no optimizer step; each after one untimed), {result.threads} threads, gradients before a step: {gradients}",
+        f"microbatches in turn; no optimizer step; each after one untimed), {result.threads} threads, gradients before "
+        f"a step: {gradients}",
         f"gain: median of GC time / policy time within a round, less 1; share: part of No-GC's gain; intervals: "
         f"{CONFIDENCE:.0%} bootstrap over rounds, {result.resamples} resamples; peak: live storages, optimizer step "
         "included",

@@ -20,7 +20,7 @@ from hilore.planner.fixed import measure_fixed
 from hilore.planner.head import policy_logps
 from hilore.planner.microbatch import Microbatch, synthetic_microbatch
 from hilore.planner.outside import OuterRegion, OutsideCosts, measure_outside
-from hilore.planner.prior import calibration_from_prior
+from hilore.planner.prior import calibration_from_prior, codec_notes
 from hilore.planner.profile import Timing, spread_notes
 from hilore.planner.regionrun import region_inputs
 from hilore.planner.sharding import Sharding, sharding_of
@@ -77,7 +77,7 @@ def trace_spec(
         buckets=buckets,
         calibration=calibration_from_prior(spec, buckets[-1]),
         time_spread=spread,
-        notes=_notes(run, spread),
+        notes=(*_notes(run, spread), *codec_notes(spec, buckets[-1])),
         versions={k: v for k, v in model_fingerprint(fake.model).items() if k.endswith("_patch")},
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch._subclasses import FakeTensor
@@ -88,12 +89,23 @@ class Derivation:
         sources = parameters if self.from_parameter else arguments
         if self.source >= len(sources):
             return False
-        meta = torch.empty_strided(
-            sources[self.source].shape, sources[self.source].stride(), dtype=sources[self.source].dtype, device="meta"
-        )
-        with torch.autocast(value.device.type, enabled=False):
-            derived = RULES[self.rule](meta, value.shape, self.dtype)
-        return derived is not None
+        source = sources[self.source]
+        return _applies(self.rule, source.shape, source.stride(), source.dtype, value.shape, self.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _applies(
+    rule: str,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    source_dtype: torch.dtype,
+    wanted: torch.Size,
+    dtype: torch.dtype,
+) -> bool:
+    """Whether a rule makes a tensor of that shape from such a source."""
+    source = torch.empty_strided(shape, stride, dtype=source_dtype, device="meta")
+    with torch.autocast("cpu", enabled=False):
+        return RULES[rule](source, wanted, dtype) is not None
 
 
 def derivation_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from hilore.runtime.unit import UnitRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How one tensor lies in its storage."""
+class Layout(NamedTuple):
+    """How one tensor lies in its storage. A tuple: one is made for every tensor that is saved."""
 
     shape: torch.Size
     stride: tuple[int, ...]

@@ -21,9 +21,9 @@ from hilore.runtime.adapter import Front
 from hilore.runtime.alias import is_placeholder, non_leaf_alias, placeholder
 from hilore.runtime.ambient import RandomState, tensors_in
 from hilore.runtime.codecs.seeds import own_rank, rounding_seed
-from hilore.runtime.derive import Derivation, derivation_of
 from hilore.runtime.eligibility import role_of
 from hilore.runtime.errors import ReplayMismatchError
+from hilore.runtime.origins import Origins
 from hilore.runtime.provenance import Provenance
 from hilore.runtime.saved import Entry, Kept, Layout, Role, Watch
 from hilore.runtime.unitbinding import UnitBinding, output_of
@@ -100,10 +100,11 @@ class UnitRecord:
             self.template = tuple(None if item is output else item for item in result)
         self.output_layout = Layout.of(output)
         self.output_requires_grad = output.requires_grad
+        origins = Origins(output, sources, own_state, provenance, self.front, self.unit.derivations)
         for index, reference in enumerate(self.entries):
             entry = reference()
             if entry is not None:
-                self._settle(index, entry, output, sources, own_state, provenance)
+                origins.settle(index, entry)
         self.front.settled()
         return result
 
@@ -225,59 +226,6 @@ class UnitRecord:
             region=self.region_name,
             unit=self.unit.name,
         )
-
-    def _settle(
-        self,
-        index: int,
-        entry: Entry,
-        output: torch.Tensor,
-        sources: list[torch.Tensor],
-        own_state: list[torch.Tensor],
-        provenance: Provenance | None,
-    ) -> None:
-        value = entry.value
-        assert value is not None
-        storage = value.untyped_storage()._cdata
-        if any(p.untyped_storage()._cdata == storage for p in own_state):
-            entry.settle("parameter")
-            return
-        for place, source in enumerate(sources):
-            if source.untyped_storage()._cdata == storage and source.dtype == value.dtype:
-                entry.settle("argument", place)
-                return
-        if output.untyped_storage()._cdata == storage and output.dtype == value.dtype:
-            entry.settle("output")
-            return
-        remade = self.front.role_of(index, value)
-        if remade is not None:
-            entry.settle("front", remade[0], place=remade[1])
-            return
-        derivation = self._derivation(index, value, sources, own_state, provenance)
-        if derivation is None:
-            entry.settle("rest")
-        elif derivation.from_parameter:
-            entry.settle("parameter", derive=derivation)
-            entry.fill(own_state[derivation.source].detach())
-        else:
-            entry.settle("argument", derivation.source, derivation)
-
-    def _derivation(
-        self,
-        index: int,
-        value: torch.Tensor,
-        sources: list[torch.Tensor],
-        own_state: list[torch.Tensor],
-        provenance: Provenance | None,
-    ) -> Derivation | None:
-        key = (index, value.dtype, value.dim(), tuple(layout.dtype for layout in self.arguments))
-        known = self.unit.derivations
-        remembered = known.get(key)
-        if key in known and (remembered is None or remembered.fits(value, sources, own_state)):
-            return remembered
-        derivation, certain = derivation_of(value, sources, own_state, provenance)
-        if certain:
-            known[key] = derivation
-        return derivation
 
     def _view(self, role: Role, now: torch.Tensor, planned: Layout) -> torch.Tensor:
         if role.derive is not None:

@@ -23,7 +23,8 @@ class UnitBinding:
 
     ``front``: of a linear with its adapter the modules that a replay may run although the unit is left out.
     ``derivations`` and ``sums``: what earlier calls showed (runtime/derive.py, rerun.py). ``encodings`` counts outputs
-    encoded since attach: stochastic rounding falls differently each time, and the same in every run.
+    encoded since attach: stochastic rounding falls differently each time, and the same in every run. ``parts``: the
+    modules that hold its parameters and buffers.
     """
 
     name: str
@@ -33,16 +34,21 @@ class UnitBinding:
     front: tuple[nn.Module, ...] = ()
     sums: dict[tuple[Any, ...], Sum | None] = field(default_factory=dict)
     encodings: Iterator[int] = field(default_factory=count)
+    parts: tuple[nn.Module, ...] = ()
 
     @classmethod
     def of(cls, name: str, kind: str, module: nn.Module) -> UnitBinding:
-        return cls(name, kind, module, {}, front_modules(module) if kind != "attention" else ())
+        front = front_modules(module) if kind != "attention" else ()
+        parts = module.modules() if front else (module,)
+        return cls(name, kind, module, {}, front, parts=tuple(m for m in parts if m._parameters or m._buffers))
 
     def own_state(self) -> list[torch.Tensor]:
         """Parameters and buffers that its calls may save: of an adapter layer also those of its parts."""
-        modules = self.module.modules() if self.front else (self.module,)
-        state = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
-        return [t for t in state if t is not None]
+        found = []
+        for module in self.parts:
+            for tensors in (module._parameters, module._buffers):
+                found += [tensor for tensor in tensors.values() if tensor is not None]
+        return found
 
 
 def output_of(unit_name: str, result: Any) -> tuple[torch.Tensor, int]:

@@ -331,7 +331,9 @@ def test_explain_refuses_what_does_not_fit_together(trace: Trace) -> None:
         match=r"a\.json: no unit 'model\.layers\.1\.mlp\.gate_prj'; did you mean 'model\.layers\.1\.mlp\.gate_proj'\?",
     ):
         explain_unit(plan, trace, "model.layers.1.mlp.gate_prj")
-    ending = r"no unit 'gate_proj'; 4 end in it, from 'model\.layers\.0\.mlp\.gate_proj' to 'model\.layers\.3\.mlp\.gate_"
+    ending = (
+        r"no unit 'gate_proj'; 4 end in it, from 'model\.layers\.0\.mlp\.gate_proj' to 'model\.layers\.3\.mlp\.gate_"
+    )
     with pytest.raises(HiloreError, match=ending):
         explain_unit(plan, trace, "gate_proj")
     with pytest.raises(HiloreError, match="is not of the trace of other"):

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -122,20 +123,30 @@ def _tiled(mean: Tensor | None) -> Tensor | None:
 
 
 def _described(form: GroupForm, numel: int, dtype: torch.dtype, mean: Tensor | None, start: int, salt: int) -> _Form:
+    described = _Form()
+    ctypes.pointer(described)[0] = _template(form, dtype, torch.get_num_threads())
+    described.numel, described.start = numel, start
+    described.channels = 1 if mean is None else mean.numel() - BLOCK
+    described.mean = None if mean is None else mean.data_ptr()
+    described.salt = salt_of(salt, start) & 0xFFFFFFFF
+    return described
+
+
+@cache
+def _template(form: GroupForm, dtype: torch.dtype, threads: int) -> _Form:
+    """All that does not change between tensors; copied, never passed on."""
     wide = form.parameter_dtype(dtype) == torch.float32
     zero = form.levels if form.kind == "int" and not form.asymmetric else 0
     groups = BLOCK // form.group if form.group else 0
     shift = (form.group // STEP).bit_length() - 1 if form.group else 0
     numbers: list[int] = [_KINDS[form.kind], form.bits, form.group, groups, shift]
     numbers += [form.fine_scales, form.asymmetric, form.rotated, form.stochastic, wide]
-    numbers += [form.levels, zero, torch.get_num_threads()]
-    described = _Form(numel, start, 1 if mean is None else mean.numel() - BLOCK, None, *numbers)
-    described.mean = None if mean is None else mean.data_ptr()
-    described.salt = salt_of(salt, start) & 0xFFFFFFFF
-    described.values[: len(form.book)] = form.book
+    numbers += [form.levels, zero, threads]
+    template = _Form(0, 0, 1, None, *numbers)
+    template.values[: len(form.book)] = form.book
     limits = thresholds(form) if form.book else ()
-    described.thresholds[:] = (*limits, *[float("inf")] * (16 - len(limits)))
-    return described
+    template.thresholds[:] = (*limits, *[float("inf")] * (16 - len(limits)))
+    return template
 
 
 def _pointers(*tensors: Tensor) -> tuple[ctypes.c_void_p, ...]:
