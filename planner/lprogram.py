@@ -52,8 +52,8 @@ class LinearProgram:
     def has(self, group: int, k: int) -> bool:
         return (group, k) in self.variables
 
-    def add(self, group: int, k: int) -> None:
-        """Let a group take configuration ``k``."""
+    def add(self, group: int, k: int, risk: int) -> None:
+        """Let a group take configuration ``k``, whose ``risk`` may be more than a whole choice may have."""
         tables, r = self.tables, self.groups[group][0]
         variable = self.solver.NumVar(0.0, self.infinity, "")
         self.variables[group, k] = variable
@@ -64,7 +64,7 @@ class LinearProgram:
             if size:
                 row.SetCoefficient(variable, size / self.byte_scale)
         if self.risk is not None:
-            self.risk.SetCoefficient(variable, float(tables.risk[r, k]) / self.risk_scale)
+            self.risk.SetCoefficient(variable, float(risk) / self.risk_scale)
         if tables.held[r, k]:
             self.held.SetCoefficient(variable, 1.0)
 
@@ -88,6 +88,11 @@ class LinearProgram:
             max(0.0, risk),
             -self.held.dual_value() * self.cost_scale,
         )
+
+    def shares(self) -> dict[tuple[int, int], float]:
+        """How many regions of a group (first key) take a configuration (second) in the last solution, where any do."""
+        values = ((at, k, float(variable.solution_value())) for (at, k), variable in self.variables.items())
+        return {(at, k): value for at, k, value in values if value > 0}
 
     def average_bytes(self) -> tuple[Floats, Floats, Floats]:
         """Retained, forward and needed bytes of each region where those of a group share alike."""

@@ -1,7 +1,7 @@
 """Problem -> Solution: the mixed-integer program, its proof, and which of the possible answers it is.
 
 Order: does any plan fit (exact, before any solver); greedy; the linear relaxation over classes of regions and its exact
-bound, over every configuration; one branch per number of held regions, each closed by label search where its effort
+bound, over every configuration; its solution rounded to whole regions; one branch per number of held regions, each closed by label search where its effort
 suffices, so that plans of a larger budget or delta are never slower; CP-SAT where the gap asked for is still open. A
 status is read before any value is.
 """
@@ -70,9 +70,12 @@ def solve(
             deadline=deadline,
             clock=clock,
         )
+        search.round([root], start)
         search.classes(root)
         if not best.closed and clock() < deadline:
-            search.branches(relaxer.branches(root, best.cost - 1))
+            branches = relaxer.branches(root, best.cost - 1)
+            search.round(branches, start)
+            search.branches(branches)
     return _solution(best, baseline, gap_percent, clock() - began)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from hilore.planner.leastpeak import possible_held
 from hilore.planner.listing import Kind, Listing
 from hilore.planner.lprogram import LinearProgram, RealPrices
 from hilore.planner.regionmenu import NEVER, UnitPrices
+from hilore.planner.rounding import Shares
 from hilore.planner.tables import Floats, Integers, Number, used_bytes
 
 # Prices are integers in units of 2**-bits cost units per byte (or per unit of risk); sums stay below 2**SUM_BITS.
@@ -46,13 +47,15 @@ class Prices:
 class Relaxation:
     """``exact_bound``: no choice costs less, in units of 2**-bits cost. ``lowest[r]``: the least that region r costs
     at the prices. ``held``: all of this is about choices with so many held regions; None: about all choices. One more
-    held region moves ``exact_bound`` by ``-prices.held``, at these prices.
+    held region moves ``exact_bound`` by ``-prices.held``, at these prices. ``suggested``: the linear program's last
+    solution, groups of regions and shares of them (rounding.py); it may lie beside the best bound.
     """
 
     exact_bound: int
     prices: Prices
     lowest: Integers
     held: int | None = None
+    suggested: tuple[Sequence[tuple[int, ...]], Shares] = ((), {})
 
     @property
     def bits(self) -> int:
@@ -77,7 +80,7 @@ class Relaxer:
         self.late = late
         tables = listing.tables
         self.events = [tables.regions, 2 * tables.regions]
-        self._active: list[set[int]] = [_corners(kind) for kind in listing.kinds]
+        self._active: list[set[int]] = [_corners(kind, tables.risk_room) for kind in listing.kinds]
         for r, k in enumerate(start):
             self._active[listing.kind_of[r]].add(k)
         self._program: LinearProgram | None = None
@@ -154,7 +157,7 @@ class Relaxer:
 
         The best bound on the way is the answer; without prices (the program failed) it is a weak one.
         """
-        best = self._bounded(RealPrices({}, 0.0, 0.0), held)[0]
+        best, suggested = self._bounded(RealPrices({}, 0.0, 0.0), held)[0], None
         for _ in range(MOST_ROUNDS):
             if self.late():
                 break
@@ -163,6 +166,7 @@ class Relaxer:
             optimum = program.solve()
             if optimum is None:
                 break
+            suggested = (program.groups, program.shares())
             found, asked = self._bounded(program.prices(), held)
             if found.exact_bound / 2.0**found.bits > best.exact_bound / 2.0**best.bits:
                 best = found
@@ -173,15 +177,16 @@ class Relaxer:
                 break
             self.events += broken
             self._program = None
-        return best
+        return best if suggested is None else replace(best, suggested=suggested)
 
     def _current(self) -> LinearProgram:
         if self._program is None:
             groups = self.groups(self.events)
             self._program = LinearProgram(self.listing.tables, groups, self.events)
             for at, group in enumerate(groups):
-                for k in sorted(self._active[self.listing.kind_of[group[0]]]):
-                    self._program.add(at, k)
+                kind = self.listing.kind_of[group[0]]
+                for k in sorted(self._active[kind]):
+                    self._program.add(at, k, int(self.listing.kinds[kind].columns.risk[k]))
         return self._program
 
     def _give(self, program: LinearProgram, asked: list[tuple[int, int]]) -> bool:
@@ -189,8 +194,9 @@ class Relaxer:
         fresh = [(at, k) for at, k in asked if not program.has(at, k)]
         program.tables = self.listing.tables
         for at, k in fresh:
-            program.add(at, k)
-            self._active[self.listing.kind_of[program.groups[at][0]]].add(k)
+            kind = self.listing.kind_of[program.groups[at][0]]
+            program.add(at, k, int(self.listing.kinds[kind].columns.risk[k]))
+            self._active[kind].add(k)
         return bool(fresh)
 
     def _broken(self, program: LinearProgram) -> list[int]:
@@ -308,8 +314,12 @@ def _spread(
     return retained, forward, needed
 
 
-def _corners(kind: Kind) -> set[int]:
-    """The least and the greatest of what is written out, where the program begins."""
+def _corners(kind: Kind, risk_room: int | None) -> set[int]:
+    """The least of what is written out and within the risk, in each field, where the program begins."""
     columns = kind.columns
+    every = np.arange(len(columns.risk))
+    allowed = every if risk_room is None else np.flatnonzero(columns.risk <= risk_room)
     fields = (columns.retained, columns.needed, columns.extra, columns.risk)
-    return {int(np.argmin(field)) for field in fields} | {int(k) for k in np.flatnonzero(columns.held)[:1]}
+    return {int(allowed[np.argmin(field[allowed])]) for field in fields} | {
+        int(k) for k in np.flatnonzero(columns.held)[:1]
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from hilore.planner.cpsat import Model
 from hilore.planner.labels import Effort, Rest
 from hilore.planner.listing import Listing
 from hilore.planner.relaxation import Relaxation, Relaxer
+from hilore.planner.rounding import rounded
 from hilore.planner.suffixes import Suffixes, memory_suffixes, risk_suffixes
 from hilore.planner.tables import Integers, Tables
 from hilore.runtime.errors import InternalError
@@ -31,6 +32,8 @@ FIRST_TARGET = 1e-5
 # deterministic time (about seconds).
 MOST_CLASSES = 12
 CLASS_EFFORT = 1.0
+# Branches whose relaxation is rounded to a plan before any is searched.
+MOST_ROUNDED = 4
 # Labels per region in the pass that looks for a good plan before anything is proven.
 BEAM = 300
 
@@ -85,6 +88,13 @@ class Search:
         self.deadline = deadline
         self.clock = clock
         self.effort = Effort(MOST_PAIRS, MOST_LABELS, lambda: clock() >= deadline)
+
+    def round(self, relaxations: Iterable[Relaxation], start: tuple[int, ...]) -> None:
+        """Offer what the relaxations' own solutions come to in whole regions, from the lowest bound on."""
+        lowest = sorted((one for one in relaxations if one.bound < self.best.cost), key=lambda one: one.bound)
+        for relaxation in lowest[:MOST_ROUNDED]:
+            if relaxation.bound < self.best.cost and self.clock() < self.deadline:
+                self.best.offer(rounded(self.best.tables, *relaxation.suggested, start))
 
     def classes(self, root: Relaxation) -> None:
         """CP-SAT until the gap is the allowed one, where regions fall into few classes: there it is quick."""
