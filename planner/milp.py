@@ -1,9 +1,9 @@
 """Problem -> Solution: the mixed-integer program, its proof, and which of the possible answers it is.
 
 Order: does any plan fit (exact, before any solver); greedy; the linear relaxation over classes of regions and its exact
-bound, over every configuration; its solution rounded to whole regions; one branch per number of held regions, each closed by label search where its effort
-suffices, so that plans of a larger budget or delta are never slower; CP-SAT where the gap asked for is still open. A
-status is read before any value is.
+bound, over every configuration; its solution rounded to whole regions; one branch per number of held regions, each
+closed by label search where its effort suffices, so that plans of a larger budget or delta are never slower; CP-SAT
+where the gap asked for is still open. A status is read before any value is.
 """
 
 from __future__ import annotations
