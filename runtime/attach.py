@@ -18,7 +18,7 @@ from hilore.runtime.bind import (
     same_units,
 )
 from hilore.runtime.errors import HiloreError, UnsupportedModelError
-from hilore.runtime.fingerprint import check_fingerprint, model_fingerprint
+from hilore.runtime.fingerprint import RANKS_PLANS, check_fingerprint, model_fingerprint, refuse_unknown_fields
 from hilore.runtime.install import install
 from hilore.runtime.notice import notice
 from hilore.runtime.plan import Plan
@@ -69,10 +69,11 @@ def attach(
     dry_run: report what would bind and what would be refused; the model stays untouched.
     Raises BindError, FingerprintError, AgreementError, UnsupportedModelError; then nothing was installed.
     """
+    refuse_unknown_fields(accept)
     plan_set = plans if isinstance(plans, PlanSet) else PlanSet(tuple(plans))
     if dry_run:
         return _report(model, plan_set, accept)
-    if "plans" not in accept:
+    if RANKS_PLANS not in accept:
         same_plans(plan_set, ranks_of(model), timeout_s)
     regions, accepted = _bind(model, plan_set, accept)
     runtime = Runtime(model, plan_set, regions)

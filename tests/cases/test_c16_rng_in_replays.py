@@ -11,7 +11,7 @@ from torch import nn
 from hilore.runtime.ambient import RandomState
 from hilore.runtime.plan import Plan, UnitPlan
 from tests import models
-from tests.plans import Step, assert_exact, assert_same_step, attach_plan, gradients, plan_for, units_of
+from tests.plans import Step, assert_exact, assert_same_step, attach_plan, gradients, loss_of, plan_for, units_of
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 
@@ -99,3 +99,26 @@ def test_a_replay_does_not_move_the_generator_of_what_runs_beside_it() -> None:
     found = run()
     runtime.detach()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["R", "H", "held"])
+@pytest.mark.parametrize("make", ["drop", "lora"])
+def test_eval_mode_before_backward_changes_nothing(make: str, mode: str) -> None:
+    """Whoever switches to eval mode to generate or log before backward: the replay drops what its forward dropped."""
+    model = drop_model() if make == "drop" else models.qwen2_tiny_lora(dropout=0.1)
+    batch = X if make == "drop" else models.microbatch_for(model)
+    expected = gradients(model, batch)
+    held = mode == "held"
+    runtime = attach_plan(model, plan_for(model, "H" if held else mode, hold=held))
+    model.zero_grad(set_to_none=True)
+    with models.seeded(0):
+        loss = loss_of(model, batch)
+    model.eval()
+    first = next(module for module in model.modules() if isinstance(module, nn.Dropout))
+    first.train()
+    loss.backward()
+    assert [module for module in model.modules() if module.training] == [first]
+    runtime.detach()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.gradients.keys()
+    assert [name for name, grad in expected.gradients.items() if not torch.equal(grad, found[name])] == []
