@@ -81,7 +81,7 @@ class Microbatch:
         elif self.regions_run == 0 and runtime.enabled and torch.is_grad_enabled():
             notice(
                 "no region ran under a plan in this microbatch: the model is in eval mode, where plans rest like "
-                "gradient checkpointing. Call model.train() before a training forward; an evaluation needs no microbatch"
+                "gradient checkpointing. Call model.train() before a training forward; evaluations need no microbatch"
             )
         runtime.stats.steps.append(self._step())
 
