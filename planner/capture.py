@@ -107,7 +107,7 @@ def capture(
     Call it in train mode and under the autocast context of the run. ``region_names``: canonical names, needed for
     models that are not Hugging Face's. ``region_grain``: ``layer``, or ``block`` for attention and MLP apart.
     Raises UnsupportedModelError (eval mode, checkpointing that cannot be set aside, a region that runs twice or
-    changes its input in place), BindError (unknown region names).
+    changes its input or a buffer in place), BindError (unknown region names).
     """
     return capture_detailed(model, inputs, region_names=region_names, region_grain=region_grain)[0]
 

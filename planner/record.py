@@ -70,8 +70,8 @@ class Recording:
 def record(exported: Exported, spans: tuple[Span, ...], model: nn.Module, inputs: dict[str, Tensor]) -> Recording:
     """Run the graph under fake tensors, gradients on, in the autocast state of the caller.
 
-    Raises UnsupportedModelError where a region changes its input in place, or where the graph lost sight of an input
-    that requires grad.
+    Raises UnsupportedModelError where a region changes its input or a buffer in place, or where the graph lost sight
+    of an input that requires grad.
     """
     mode = fake_mode_of(model) or FakeTensorMode()
     arguments, fixed = fake_arguments(exported.program, mode, inputs)
@@ -202,6 +202,18 @@ class _Recorder(torch.fx.Interpreter):
                     "start from changed values. Make the change on a clone",
                     unit=self._span.region.name,
                 )
+            elif number in self.book.fixed:
+                raise UnsupportedModelError(
+                    f"region '{self._span.region.name}' changes {self._weight_name(number)} in place ({current.name}), "
+                    "so a replay would change it a second time. Keep counters and running statistics outside of "
+                    "regions (BatchNorm: track_running_stats=False)",
+                    unit=self._span.region.name,
+                )
+
+    def _weight_name(self, number: int) -> str:
+        """Of the parameter or buffer that the running node reads."""
+        names = (self._weight_names.get(name) for name, storage in self._values if storage == number)
+        return next((name for name in names if name is not None), "a parameter or buffer")
 
     def _enter(self, span: Span) -> None:
         # A block's graph is an attribute that the exported graph may fetch in the middle of the region.

@@ -1,14 +1,15 @@
-"""State around a forward that its replay must find again: random generators, autocast, and which frame is running."""
+"""State around a forward that its replay must find again: random generators, autocast, modes, and the running frame."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 if TYPE_CHECKING:
@@ -93,6 +94,29 @@ class AutocastState:
             for kind, enabled, dtype, cached in self.states:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
             yield
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleModes:
+    """Train or eval mode of a region's modules: dropout and its like ask for it, and it may change before backward."""
+
+    modules: Sequence[nn.Module]
+    training: tuple[bool, ...]
+
+    @classmethod
+    def now(cls, modules: Sequence[nn.Module]) -> ModuleModes:
+        return cls(modules, tuple([module.training for module in modules]))
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        changed = [(m, m.training) for m, then in zip(self.modules, self.training, strict=True) if m.training != then]
+        try:
+            for module, now in changed:
+                module.training = not now
+            yield
+        finally:
+            for module, now in changed:
+                module.training = now
 
 
 def device_type_of(tensors: list[torch.Tensor]) -> str:

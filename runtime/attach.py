@@ -17,8 +17,9 @@ from hilore.runtime.bind import (
     refuse_unsupported,
     same_units,
 )
+from hilore.runtime.codecs import get_codec
 from hilore.runtime.errors import HiloreError, UnsupportedModelError
-from hilore.runtime.fingerprint import check_fingerprint, model_fingerprint
+from hilore.runtime.fingerprint import RANKS_PLANS, check_fingerprint, model_fingerprint, refuse_unknown_fields
 from hilore.runtime.install import install
 from hilore.runtime.notice import notice
 from hilore.runtime.plan import Plan
@@ -67,12 +68,13 @@ def attach(
     where replays of this model's regions issue collectives (tensor parallelism); False: never.
     timeout_s: how long ranks wait for each other, here and under an agreement.
     dry_run: report what would bind and what would be refused; the model stays untouched.
-    Raises BindError, FingerprintError, AgreementError, UnsupportedModelError; then nothing was installed.
+    Raises BindError, FingerprintError, AgreementError, UnsupportedModelError, CodecError; then nothing was installed.
     """
+    refuse_unknown_fields(accept)
     plan_set = plans if isinstance(plans, PlanSet) else PlanSet(tuple(plans))
     if dry_run:
         return _report(model, plan_set, accept)
-    if "plans" not in accept:
+    if RANKS_PLANS not in accept:
         same_plans(plan_set, ranks_of(model), timeout_s)
     regions, accepted = _bind(model, plan_set, accept)
     runtime = Runtime(model, plan_set, regions)
@@ -114,6 +116,8 @@ def _bind(
     lines = [line for plan in plans.plans for line in check_fingerprint(plan.fingerprint, found, accept)]
     regions = bind_regions(model, first)
     refuse_nested(regions)
+    for codec in {u.codec for plan in plans.plans for region in plan.regions for u in region.units if u.codec}:
+        get_codec(codec)  # raises CodecError here, not at the first encoding in the middle of a training
     return regions, tuple(dict.fromkeys(lines))
 
 

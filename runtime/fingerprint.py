@@ -6,6 +6,7 @@ tokens, parallel kind, device). A plan is refused where a field of ``REFUSED`` d
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from collections import Counter
 from typing import Any
@@ -41,6 +42,7 @@ REFUSED = (
     "transformers",
 )
 WARNED = ("torch_patch", "transformers_patch", "gpu", "world_size")
+RANKS_PLANS = "plans"
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -86,6 +88,18 @@ def versions() -> dict[str, str]:
         found["transformers"] = transformers.__version__
     fields = {name: ".".join(version.split(".")[:2]) for name, version in found.items()}
     return fields | {f"{name}_patch": version for name, version in found.items()}
+
+
+def refuse_unknown_fields(accept: tuple[str, ...]) -> None:
+    """Raise FingerprintError where ``accept`` names what no plan can differ in, or is one string."""
+    if isinstance(accept, str):
+        raise FingerprintError(f'accept is the string {accept!r}; give a tuple of names: accept=("{accept}",)')
+    known = (*REFUSED, *WARNED, RANKS_PLANS)
+    for field in accept:
+        if field not in known:
+            close = difflib.get_close_matches(str(field), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"use any of {', '.join(known)}"
+            raise FingerprintError(f"accept names the unknown field {field!r}; {hint}", field=field)
 
 
 def check_fingerprint(planned: dict[str, Any], found: dict[str, Any], accept: tuple[str, ...]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hilore.runtime.ambient import AutocastState, RandomState, RunningAs, device_type_of, tensors_in
+from hilore.runtime.ambient import AutocastState, ModuleModes, RandomState, RunningAs, device_type_of, tensors_in
 from hilore.runtime.audit import perturb
 from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
 from hilore.runtime.rerun import run_again
@@ -68,15 +68,14 @@ class Frame:
         device_type = device_type_of(inputs)
         self.random = RandomState.now(device_type, inputs)
         self.autocast = AutocastState.now(device_type)
+        self.modes = ModuleModes.now(region.modules)
         self.slots: list[weakref.ref[Slot]] = []
         self.late_from = -1
         self.records: dict[str, UnitRecord] = {}
         self.record: UnitRecord | None = None
         self.replaying = False
         self._late_stage = True
-        self._cursor = 0
-        self._entry_cursor = 0
-        self._pending = 0
+        self._cursor = self._entry_cursor = self._pending = 0
         self._answered: set[str] = set()
 
     @property
@@ -177,6 +176,7 @@ class Frame:
                 stack.push(self._note)
                 stack.enter_context(self.random.forked())
                 stack.enter_context(self.autocast.applied())
+                stack.enter_context(self.modes.applied())
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(self.region.installed(self._intercepted))
                 stack.enter_context(RunningAs(self))
@@ -200,7 +200,7 @@ class Frame:
     def mismatch(self, reason: str) -> ReplayMismatchError:
         return ReplayMismatchError(
             f"{self.region_name}: its replay took another path than its forward: {reason}. A forward must do the same "
-            "when it is run again (router, random choice, counter); such a region can only be held",
+            "when it is run again (router, random choice, counter, compiled later); such a region can only be held",
             region=self.region_name,
         )
 

@@ -78,6 +78,11 @@ class Microbatch:
                 "no region ran under a plan in this microbatch: the model was not called, was called without "
                 "gradients, or its checkpointing functions were replaced after attach"
             )
+        elif self.regions_run == 0 and runtime.enabled and torch.is_grad_enabled():
+            notice(
+                "no region ran under a plan in this microbatch: the model is in eval mode, where plans rest like "
+                "gradient checkpointing. Call model.train() before a training forward; evaluations need no microbatch"
+            )
         runtime.stats.steps.append(self._step())
 
     def null_loss(self) -> torch.Tensor:

@@ -57,11 +57,12 @@ class RegionActions:
 class RegionBinding:
     """One region of the model: its module and its units by full canonical name."""
 
-    __slots__ = ("_attention", "_forwards", "adapted_units", "attention_units", "module", "name", "units")
+    __slots__ = ("_attention", "_forwards", "adapted_units", "attention_units", "module", "modules", "name", "units")
 
     def __init__(self, name: str, module: nn.Module, units: dict[str, UnitBinding]) -> None:
         self.name = name
         self.module = module
+        self.modules = tuple(module.modules())
         self.units = units
         self.attention_units = {id(u.module): u.name for u in units.values() if u.kind == ATTENTION}
         self.adapted_units = frozenset(u.name for u in units.values() if u.front)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from hilore.runtime.frame import Frame
     from hilore.runtime.region import Choice
 
-
 ACTIVATION = "activation"
 ENCODE_FLOOR_BYTES = 1 << 10
 
@@ -93,19 +92,21 @@ class UnitRecord:
         self.front.starts(sources)
         own_state = self.unit.own_state()
         provenance = _provenance([*own_state, *sources])
-        with provenance or nullcontext():
-            result = call(*args, **kwargs)
-        output, self.output_place = output_of(self.unit.name, result)
-        if self.output_place >= 0:
-            self.template = tuple(None if item is output else item for item in result)
-        self.output_layout = Layout.of(output)
-        self.output_requires_grad = output.requires_grad
-        origins = Origins(output, sources, own_state, provenance, self.front, self.unit.derivations)
-        for index, reference in enumerate(self.entries):
-            entry = reference()
-            if entry is not None:
-                origins.settle(index, entry)
-        self.front.settled()
+        try:
+            with provenance or nullcontext():
+                result = call(*args, **kwargs)
+            output, self.output_place = output_of(self.unit.name, result)
+            if self.output_place >= 0:
+                self.template = tuple(None if item is output else item for item in result)
+            self.output_layout = Layout.of(output)
+            self.output_requires_grad = output.requires_grad
+            origins = Origins(output, sources, own_state, provenance, self.front, self.unit.derivations)
+            for index, reference in enumerate(self.entries):
+                if (entry := reference()) is not None:
+                    origins.settle(index, entry)
+        finally:
+            # Also when the call dies: its arguments' graph holds this record, a cycle that no collector sees.
+            self.front.settled()
         return result
 
     def run_front(self, module: nn.Module, call: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -277,6 +278,22 @@ def test_a_microbatch_in_which_nothing_ran_is_said(actor: tuple[nn.Module, Micro
     runtime.disable()
     with runtime.microbatch(batch.advantages, batch.completion_mask):
         loss_of(model, batch)
+    runtime.detach()
+
+
+def test_eval_mode_in_a_training_step_is_said(actor: tuple[nn.Module, Microbatch, Step]) -> None:
+    """Gradients are right and all activations stay: what the plan was for did not happen."""
+    model, batch, _ = actor
+    runtime = attach(model, plan_set(*four_plans(model).values()))
+    model.eval()
+    with pytest.warns(HiloreWarning, match=r"the model is in eval mode, where plans rest.*Call model\.train\(\)"):  # noqa: SIM117
+        with runtime.microbatch(batch.advantages, batch.completion_mask):
+            loss_of(model, batch).backward()
+    with warnings.catch_warnings(), torch.no_grad(), runtime.microbatch(batch.advantages, batch.completion_mask):
+        warnings.simplefilter("error")
+        loss_of(model, batch)
+    model.train()
+    assert runtime.stats.frames == 0
     runtime.detach()
 
 

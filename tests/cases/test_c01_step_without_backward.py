@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -126,4 +126,28 @@ def test_a_hook_never_returns_the_tensor_it_was_given() -> None:
             assert record.kept.tensor.grad_fn is None
             assert not record.kept.tensor.requires_grad
     del loss, frame, record
+    runtime.detach()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("where", ["1.mlp.up_proj", "1.self_attn.o_proj", "0.post_attention_layernorm"])
+@pytest.mark.parametrize("mode", ["H", "R", "L"])
+@pytest.mark.parametrize("make", [models.qwen2_tiny, models.qwen2_tiny_lora])
+def test_a_forward_that_dies_half_way(make: Callable[..., nn.Module], mode: str, where: str) -> None:
+    """Out of memory inside a unit or between units: whoever skips that microbatch gets all of its memory back."""
+    model = make()
+    batch = models.microbatch_for(model)
+    runtime = attach_plan(model, plan_for(model, keepable(units_of(model, batch), mode)))
+    dying = next(module for name, module in model.named_modules() if name.endswith(f"model.layers.{where}"))
+    inner = getattr(dying, "base_layer", dying)
+    seen, handles = watch_outputs(model)
+    inner.forward = fail
+    with pytest.raises(ArithmeticError):
+        loss_of(model, batch)
+    del inner.forward
+    assert_nothing_left(runtime, seen)
+    loss_of(model, batch).backward()
+    assert_nothing_left(runtime, seen)
+    for handle in handles:
+        handle.remove()
     runtime.detach()

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from hilore.runtime.ambient import RandomState
+from hilore.runtime.errors import UnsupportedModelError
 from hilore.runtime.plan import Plan, UnitPlan
 from tests import models
-from tests.plans import Step, assert_exact, assert_same_step, attach_plan, gradients, plan_for, units_of
+from tests.plans import Step, assert_exact, assert_same_step, attach_plan, gradients, loss_of, plan_for, units_of
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 
@@ -99,3 +100,61 @@ def test_a_replay_does_not_move_the_generator_of_what_runs_beside_it() -> None:
     found = run()
     runtime.detach()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer, as BatchNorm and balanced experts do."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8) if kind == "BatchNorm" else nn.Identity()
+        self.kind = kind
+        self.register_buffer("calls", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.norm(self.linear(x)).tanh()
+        if self.kind == "counter":
+            self.calls += hidden.detach().abs().sum(0)  # type: ignore[misc, operator]
+        return x + hidden
+
+
+@pytest.mark.parametrize(
+    ("kind", "buffer"),
+    [("counter", r"calls in place \(add_"), ("BatchNorm", r"norm.num_batches_tracked in place \(add_")],
+)
+def test_a_buffer_that_a_replay_would_change_again_is_refused_when_traced(kind: str, buffer: str) -> None:
+    model = nn.Sequential(Counts(kind), Counts(kind)).train()
+    with pytest.raises(UnsupportedModelError, match=rf"region '0' changes 0.{buffer}.*change it a second time"):
+        units_of(model, X, regions=("0", "1"))
+    for counting in model:
+        counting.kind = "none"
+        if kind == "BatchNorm":
+            counting.norm = nn.BatchNorm1d(8, track_running_stats=False)
+    units_of(model, X, regions=("0", "1"))
+    expected = gradients(model, X)
+    for mode in ("R", "H"):
+        assert_exact(model, plan_for(model, mode), X, expected)
+
+
+@pytest.mark.parametrize("mode", ["R", "H", "held"])
+@pytest.mark.parametrize("make", ["drop", "lora"])
+def test_eval_mode_before_backward_changes_nothing(make: str, mode: str) -> None:
+    """Whoever switches to eval mode to generate or log before backward: the replay drops what its forward dropped."""
+    model = drop_model() if make == "drop" else models.qwen2_tiny_lora(dropout=0.1)
+    batch = X if make == "drop" else models.microbatch_for(model)
+    expected = gradients(model, batch)
+    held = mode == "held"
+    runtime = attach_plan(model, plan_for(model, "H" if held else mode, hold=held))
+    model.zero_grad(set_to_none=True)
+    with models.seeded(0):
+        loss = loss_of(model, batch)
+    model.eval()
+    first = next(module for module in model.modules() if isinstance(module, nn.Dropout))
+    first.train()
+    loss.backward()
+    assert [module for module in model.modules() if module.training] == [first]
+    runtime.detach()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.gradients.keys()
+    assert [name for name, grad in expected.gradients.items() if not torch.equal(grad, found[name])] == []

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from hilore.runtime.attach import attach
-from hilore.runtime.errors import BindError
+from hilore.runtime.errors import BindError, CodecError
 from hilore.runtime.plan import Plan
 from tests import models
 from tests.plans import attach_plan, plan_for, plan_set
@@ -104,3 +104,13 @@ def test_after_a_failed_bind_the_right_plan_binds(make: Callable[[], nn.Module])
     runtime = attach_plan(model, plan)
     assert len([name for region in runtime.regions for name in region.units]) == 16
     runtime.detach()
+
+
+def test_a_codec_that_this_version_does_not_know_is_refused_before_training() -> None:
+    model = models.qwen2_tiny()
+    before = [dict(vars(module)) for module in model.modules()]
+    plans = plan_set(plan_for(model, "L", codec="int8_g128"))
+    with pytest.raises(CodecError, match="Unknown codec 'int8_g128'; did you mean 'int8-g128'"):
+        attach(model, plans)
+    assert "Unknown codec 'int8_g128'" in attach(model, plans, dry_run=True).refused[0]
+    assert [dict(vars(module)) for module in model.modules()] == before

@@ -105,6 +105,21 @@ def test_what_is_accepted_by_name_warns_and_is_kept(plan: Plan) -> None:
     runtime.detach()
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(
+    ("accept", "message"),
+    [
+        (("toch",), "accept names the unknown field 'toch'; did you mean 'torch'?"),
+        (("torch", "atention"), "accept names the unknown field 'atention'; did you mean 'attention'?"),
+        ("torch", "accept is the string 'torch'; give a tuple of names: accept=(\"torch\",)"),
+    ],
+)
+def test_a_misspelt_name_to_accept_is_refused(accept: Any, message: str, dry_run: Any, plan: Plan) -> None:
+    with pytest.raises(FingerprintError) as caught:
+        attach(models.qwen2_tiny_lora(), plan_set(plan), accept=accept, dry_run=dry_run)
+    assert str(caught.value) == message
+
+
 def test_whether_the_first_input_requires_grad_is_a_field(plan: Plan) -> None:
     model = models.qwen2_tiny_lora()
     batch = models.microbatch_for(model)
