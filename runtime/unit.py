@@ -191,8 +191,9 @@ class UnitRecord:
         made = again.get((role.source, role.place))
         if made is None:
             raise self.mismatch("a part of it saved fewer tensors than in forward")
-        if role.place < 0:
+        if role.place < 0 and made.dtype == role.layout.dtype:
             return self._view(role, made, self.front.steps[role.source].result)
+        made = made if role.place >= 0 else made.to(role.layout.dtype).reshape(role.layout.shape)
         if made.shape != role.layout.shape or made.dtype != role.layout.dtype:
             raise self.mismatch("a part of it saved other tensors than in forward")
         return made
@@ -248,7 +249,7 @@ class UnitRecord:
         if output.untyped_storage()._cdata == storage and output.dtype == value.dtype:
             entry.settle("output")
             return
-        remade = self.front.role_of(index, value)
+        remade = self.front.role_of(index, value, provenance)
         if remade is not None:
             entry.settle("front", remade[0], place=remade[1])
             return
