@@ -1,6 +1,7 @@
 """Tensors that a kept call's autograd saved and that are cheap to derive again: casts, copies, expanded heads, masks.
 
-Each derivation is tried on the values themselves the first time (bitwise), then trusted for that unit and place.
+Each derivation is tried on the values themselves the first time (bitwise), then trusted for that unit and place. A
+trial is part of no plan's peak, so it goes through both tensors block by block.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import torch
 from torch._subclasses import FakeTensor
 
 from hilore.runtime.provenance import Provenance
+
+# A trial derives so many elements at once, or this share of them where it is more.
+_BLOCK_ELEMENTS, _BLOCK_SHARE = 1 << 12, 1 / 64
 
 Rule = Callable[[torch.Tensor, torch.Size, torch.dtype], torch.Tensor | None]
 
@@ -64,6 +68,17 @@ RULES: dict[str, Rule] = {
     "additive_mask": _additive_mask,
 }
 
+# Views of the source and of what a rule makes of it in which each element stands where its origin stands.
+PAIRS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "cast": lambda source, value: (source, value.view(source.shape)),
+    "cast_transposed": lambda source, value: (source, value.t()),
+    "repeat_heads": lambda source, value: (
+        source[:, :, None].expand(-1, -1, value.shape[1] // source.shape[1], -1, -1),
+        value.unflatten(1, (source.shape[1], -1)),
+    ),
+    "additive_mask": lambda source, value: (source, value),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
@@ -86,14 +101,7 @@ class Derivation:
     def fits(self, value: torch.Tensor, arguments: list[torch.Tensor], parameters: list[torch.Tensor]) -> bool:
         """Whether the rule still applies to these shapes (metadata only)."""
         sources = parameters if self.from_parameter else arguments
-        if self.source >= len(sources):
-            return False
-        meta = torch.empty_strided(
-            sources[self.source].shape, sources[self.source].stride(), dtype=sources[self.source].dtype, device="meta"
-        )
-        with torch.autocast(value.device.type, enabled=False):
-            derived = RULES[self.rule](meta, value.shape, self.dtype)
-        return derived is not None
+        return self.source < len(sources) and _applies(self, sources[self.source], value)
 
 
 def derivation_of(
@@ -112,18 +120,14 @@ def derivation_of(
     for place, (from_parameter, index, source) in enumerate(_sources(arguments, parameters)):
         if provenance is not None and not provenance.allows(value, place):
             continue
-        candidate = next(
-            (
-                candidate
-                for rule in RULES
-                if _reproduces(candidate := Derivation(rule, index, from_parameter, value.dtype), source, value)
-            ),
-            None,
-        )
+        candidates = (Derivation(rule, index, from_parameter, value.dtype) for rule in RULES)
+        fitting = (candidate for candidate in candidates if _reproduces(candidate, source, value))
+        candidate = next(fitting, None)
         if candidate is None:
             continue
         if isinstance(value, FakeTensor):
-            return candidate, True
+            # A square weight's cast and its transpose differ in how they lie alone.
+            return next((each for each in (candidate, *fitting) if _lie_alike(each, source, value)), candidate), True
         if found is not None:
             return found, False
         found = candidate
@@ -138,13 +142,42 @@ def _sources(arguments: list[torch.Tensor], parameters: list[torch.Tensor]) -> I
 
 
 def _reproduces(candidate: Derivation, source: torch.Tensor, value: torch.Tensor) -> bool:
+    if not _applies(candidate, source, value):
+        return False
+    if isinstance(value, FakeTensor):
+        return True
+    by_element = RULES["additive_mask" if candidate.rule == "additive_mask" else "cast"]
     with torch.no_grad(), torch.autocast(value.device.type, enabled=False):
-        derived = RULES[candidate.rule](source.detach(), value.shape, candidate.dtype)
-        if derived is None:
-            return False
-        if isinstance(value, FakeTensor):
-            return True
-        return same_bits(derived, value)
+        for origin, found in _blocks(*PAIRS[candidate.rule](source.detach(), value)):
+            derived = by_element(origin, origin.shape, candidate.dtype)
+            if derived is None or not same_bits(derived, found):
+                return False
+    return True
+
+
+def _applies(candidate: Derivation, source: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the rule makes a tensor of this shape and type (metadata only)."""
+    meta = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+    with torch.no_grad(), torch.autocast(value.device.type, enabled=False):
+        return RULES[candidate.rule](meta, value.shape, candidate.dtype) is not None
+
+
+def _blocks(source: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both tensors, of one shape, cut alike along their longest dimension."""
+    if source.dim() == 0:
+        yield source, value
+        return
+    length, dim = max((size, dim) for dim, size in enumerate(source.shape))
+    elements = max(_BLOCK_ELEMENTS, int(_BLOCK_SHARE * source.numel()))
+    step = max(1, elements * length // max(source.numel(), 1))
+    for start in range(0, length, step):
+        size = min(step, length - start)
+        yield source.narrow(dim, start, size), value.narrow(dim, start, size)
+
+
+def _lie_alike(candidate: Derivation, source: torch.Tensor, value: torch.Tensor) -> bool:
+    origin, found = PAIRS[candidate.rule](source.detach(), value)
+    return origin.stride() == found.stride()
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -153,4 +186,4 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     as_integers = kinds[left.element_size()]
-    return torch.equal(left.contiguous().view(as_integers), right.contiguous().view(as_integers))
+    return torch.equal(left.view(as_integers), right.view(as_integers))

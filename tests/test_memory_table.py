@@ -29,6 +29,7 @@ TESTED = (
     Case("phi3", "LoRA dropout", "naive", 2),
     Case("qwen3", "full, autocast", "chunked", 1),
     Case("gemma", "LoRA fp32, autocast", "naive", 2),
+    Case("llama", "LoRA dropout, autocast", "chunked", 2),
 )
 
 
