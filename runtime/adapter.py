@@ -142,8 +142,8 @@ class Front:
             stays = self.kept and not step.draws
             if not stays and result.untyped_storage()._cdata == storage and result.dtype == value.dtype:
                 return number, -1
-        cast = next((number for number in range(1, len(self.steps)) if self._casts(number, index, value, provenance)), 0)
-        return (cast - 1, -1) if cast else None
+        numbers = range(1, len(self.steps))
+        return next(((n - 1, -1) for n in numbers if self._casts(n, index, value, provenance)), None)
 
     def _casts(self, number: int, index: int, value: torch.Tensor, provenance: Provenance | None) -> bool:
         """Whether saved tensor ``index`` is what step ``number`` made of its input by a cast, as autocast does, where

@@ -74,7 +74,7 @@ PAIRS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torc
     "cast_transposed": lambda source, value: (source, value.t()),
     "repeat_heads": lambda source, value: (
         source[:, :, None].expand(-1, -1, value.shape[1] // source.shape[1], -1, -1),
-        value.unflatten(1, (source.shape[1], -1)),
+        value.view(*source.shape[:2], -1, *source.shape[2:]),
     ),
     "additive_mask": lambda source, value: (source, value),
 }
