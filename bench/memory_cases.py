@@ -28,6 +28,10 @@ ADAPTERS = {
     "LoRA dropout": (_LORA.format("float32", 0.1), _BF16),
     "full, master fp32": ("{kind: none}", "{params: bfloat16, master: float32}"),
     "full, autocast": ("{kind: none}", "{params: float32, compute: bfloat16, autocast: true}"),
+    "LoRA dropout, autocast": (
+        _LORA.format("float32", 0.1),
+        "{params: float32, compute: bfloat16, autocast: true}",
+    ),
     "LoRA fp32, autocast": (_LORA.format("float32", 0.0), "{params: bfloat16, compute: bfloat16, autocast: true}"),
 }
 _EVERYWHERE = ("full", "LoRA bf16", "LoRA fp32", "LoRA dropout")
@@ -57,6 +61,7 @@ def cases() -> Iterator[Case]:
     yield Case("llama", "full, autocast", "naive", 1)
     yield Case("qwen3", "full, autocast", "chunked", 2)
     yield Case("gemma", "LoRA fp32, autocast", "naive", 2)
+    yield Case("llama", "LoRA dropout, autocast", "chunked", 2)
 
 
 def spec_of(case: Case, folder: Path, lengths: tuple[int, ...] = LENGTHS) -> ModelSpec:

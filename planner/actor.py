@@ -145,7 +145,14 @@ def _add_lora(model: nn.Module, spec: ModelSpec) -> nn.Module:
     with warnings.catch_warnings():
         # PEFT itself still reads the old name of a transformers property
         warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated", category=FutureWarning)
-        wrapped: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=False)
+        try:
+            wrapped: nn.Module = get_peft_model(model, config, autocast_adapter_dtype=False)
+        except ValueError as error:
+            raise SourceError(
+                f"adapter.targets: {targets!r} is refused by peft for {type(model).__name__}: {error}",
+                key="adapter.targets",
+                value=str(targets),
+            ) from error
     gathered = spec.parallel.kind != "none" and not spec.precision.autocast
     dtype = module_dtype(spec) if gathered else torch_dtype(str(adapter.dtype))
     for parameter in wrapped.parameters():

@@ -8,6 +8,7 @@ TRL 1.16's own trainer (planner/trl_head.py).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hilore.planner.microbatch import Microbatch
 from hilore.planner.packing import picked
 from hilore.planner.trl_head import trl_logps
 from hilore.runtime.errors import UnsupportedModelError
+from hilore.runtime.sharded import model_sharding, unsharded_class, unwrapped
 
 __all__ = ["grpo_loss", "policy_logps", "selected_logps"]
 
@@ -44,15 +46,12 @@ def policy_logps(
     if head == "chunked":
         return _chunked(model, microbatch, temperature, chunk_tokens)
     if head == "trl":
-        causal = base_model(model)
-        lm_head, softcap = _output_layer(causal, head)
-        hidden = causal.base_model(**_model_inputs(model, microbatch)).last_hidden_state
-        return trl_logps(hidden, lm_head, softcap, microbatch, temperature)
+        return _trl(model, microbatch, temperature)
     if head != "naive":
         raise UnsupportedModelError(f"loss.head: '{head}' is not one of naive, chunked, trl", field="head", found=head)
     keep = microbatch.completion_mask.shape[1]
     inputs = _model_inputs(model, microbatch)
-    if "logits_to_keep" in inspect.signature(base_model(model).forward).parameters and not microbatch.packed:
+    if "logits_to_keep" in inspect.signature(unwrapped(base_model(model)).forward).parameters and not microbatch.packed:
         inputs["logits_to_keep"] = keep + 1
     output = model(**inputs)
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
@@ -102,7 +101,7 @@ def _model_inputs(model: nn.Module, microbatch: Microbatch) -> dict[str, Any]:
     inputs = {"input_ids": microbatch.input_ids, "attention_mask": mask}
     if not microbatch.packed:
         return inputs
-    causal = base_model(model)
+    causal = unwrapped(base_model(model))
     if "position_ids" not in inspect.signature(causal.forward).parameters:
         raise UnsupportedModelError(
             f"batch.layout: packed gives position_ids, which {type(causal).__name__} does not take; set batch.layout: "
@@ -114,33 +113,62 @@ def _model_inputs(model: nn.Module, microbatch: Microbatch) -> dict[str, Any]:
 
 
 def _chunked(model: nn.Module, microbatch: Microbatch, temperature: float, chunk_tokens: int) -> Tensor:
-    causal = base_model(model)
-    lm_head, softcap = _output_layer(causal, "chunked")
     keep = microbatch.completion_mask.shape[1]
-    hidden = causal.base_model(**_model_inputs(model, microbatch)).last_hidden_state
-    if microbatch.packed:
-        targets = microbatch.input_ids.roll(-1, 1)
-    else:
-        hidden = hidden[:, -keep - 1 : -1, :]
-        targets = microbatch.input_ids[:, -keep:]
-    logps = chunked_logps(
-        hidden.reshape(-1, hidden.shape[-1]),
-        lm_head.weight,
-        lm_head.bias,
-        targets.reshape(-1),
-        temperature=temperature,
-        softcap=softcap,
-        chunk_tokens=chunk_tokens,
-    )
-    logps = logps.view(targets.shape)
+    lm_head, softcap = _output_layer(base_model(model), "chunked")
+    targets = microbatch.input_ids.roll(-1, 1) if microbatch.packed else microbatch.input_ids[:, -keep:]
+
+    def score(hidden: Tensor) -> Tensor:
+        if not microbatch.packed:
+            hidden = hidden[:, -keep - 1 : -1, :]
+        return chunked_logps(
+            hidden.reshape(-1, hidden.shape[-1]),
+            lm_head.weight,
+            lm_head.bias,
+            targets.reshape(-1),
+            temperature=temperature,
+            softcap=softcap,
+            chunk_tokens=chunk_tokens,
+        )
+
+    logps = _scored(model, microbatch, score).view(targets.shape)
     return logps if microbatch.places is None else picked(logps, microbatch.places)
+
+
+def _trl(model: nn.Module, microbatch: Microbatch, temperature: float) -> Tensor:
+    lm_head, softcap = _output_layer(base_model(model), "trl")
+    return _scored(model, microbatch, lambda hidden: trl_logps(hidden, lm_head, softcap, microbatch, temperature))
+
+
+def _scored(model: nn.Module, microbatch: Microbatch, score: Callable[[Tensor], Tensor]) -> Tensor:
+    """``score`` of the decoder's hidden states [B, T, H].
+
+    FSDP gathers the output layer in the forward of the whole model alone. There ``score`` takes the place of the
+    causal model's own forward for this call, as TRL's and verl's fused heads do for all.
+    """
+    causal: Any = unwrapped(base_model(model))
+    inputs = _model_inputs(model, microbatch)
+
+    def forward(**inputs: Any) -> Tensor:
+        return score(causal.base_model(**inputs).last_hidden_state)
+
+    if not model_sharding(model):
+        return forward(**inputs)
+    before = causal.__dict__.get("forward")
+    causal.__dict__["forward"] = lambda *_, **given: forward(**{name: given[name] for name in inputs})
+    try:
+        logps: Tensor = model(**inputs)
+    finally:
+        del causal.__dict__["forward"]
+        if before is not None:
+            causal.__dict__["forward"] = before
+    return logps
 
 
 def _output_layer(causal: Any, head: str) -> tuple[nn.Linear, float | None]:
     """The output projection and the soft cap of its logits; refuses what a tiled head would leave out."""
     get_output_embeddings = getattr(causal, "get_output_embeddings", None)
     lm_head = get_output_embeddings() if get_output_embeddings is not None else None
-    if type(lm_head) is not nn.Linear:
+    if lm_head is None or unsharded_class(lm_head) is not nn.Linear:
         raise UnsupportedModelError(
             f"loss.head: {head} needs a plain nn.Linear as output layer, {type(causal).__name__} has "
             f"{type(lm_head).__name__}; set loss.head: naive",

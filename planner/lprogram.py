@@ -44,7 +44,8 @@ class LinearProgram:
         self.variables: dict[tuple[int, int], Any] = {}
         self.all_taken = [self.solver.Constraint(float(len(group)), float(len(group))) for group in groups]
         self.rows = {event: self._row(tables.room(event) / self.byte_scale) for event in events}
-        self.risk = None if tables.risk_room is None else self._row(tables.risk_room / self.risk_scale)
+        # Without room for any risk no usable configuration has some: such a row is empty, and has any price at all.
+        self.risk = self._row(tables.risk_room / self.risk_scale) if tables.risk_room else None
         self.held = self.solver.Constraint(-self.infinity, self.infinity)
         for sign in (-1.0, 1.0):
             self._slack(self.held, sign)

@@ -48,6 +48,12 @@ def region_inputs(
     for name in names:
 
         def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+            if not args:
+                raise UnsupportedModelError(
+                    f"{name}: gets its hidden states by keyword, and a region takes them as its first positional "
+                    "argument; set region_grain: layer",
+                    unit=name,
+                )
             boundary, *rest = args
             found[name] = RegionInputs(
                 boundary.detach(), boundary.requires_grad, tuple(map(_detached, rest)), tree_map(_detached, kwargs)

@@ -67,6 +67,9 @@ def _bucket_problems(batch: Batch, document: Document) -> list[Problem]:
         return [Problem(line, f"batch.length_buckets must ascend, found {list(buckets)}")]
     if batch.layout == "packed":
         return _packed_problems(batch, longest, line)
+    if buckets[0] < SHORTEST:
+        text = f"batch.length_buckets begins with {buckets[0]} tokens; a row of prompt and completion has {SHORTEST}"
+        return [Problem(line, f"{text} or more")]
     if buckets[-1] != longest:
         text = f"the last of batch.length_buckets is {buckets[-1]}, but the longest row has {longest} tokens"
         return [Problem(line, f"{text} (prompt_tokens + response_tokens)")]

@@ -11,6 +11,16 @@ from hilore.planner.yaml_lines import Document, Problem
 
 # Read by transformers' models or rope code though no configuration class declares them as fields.
 _UNDECLARED = ("model_type", "head_dim", "rope_theta", "rope_scaling", "partial_rotary_factor")
+# Not all configuration classes refuse a size that no tensor can have.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 
 
 def config_problems(config: dict[str, Any], document: Document) -> list[Problem]:
@@ -42,6 +52,13 @@ def config_problems(config: dict[str, Any], document: Document) -> list[Problem]
             )
         elif key not in known:
             problems.append(Problem(line, unknown_key(key, "model.config", known, {})))
+        elif key in _SIZES and type(config[key]) is int and config[key] < 1:
+            problems.append(Problem(line, f"model.config.{key} must be greater than 0, found {config[key]}"))
+    heads, key_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if not problems and type(heads) is int and type(key_heads) is int and heads % key_heads:
+        line = document.line("model", "config", "num_key_value_heads")
+        text = f"model.config.num_key_value_heads {key_heads} does not divide num_attention_heads {heads}"
+        problems.append(Problem(line, text))
     if problems:
         return problems
     try:

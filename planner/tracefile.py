@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,7 @@ def save_trace(trace: Trace, path: str | Path) -> None:
     text = json.dumps(asdict(trace), indent=1, allow_nan=False) + "\n"
     temporary = Path(f"{path}.tmp{os.getpid()}")
     try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
         os.replace(temporary, path)
@@ -75,12 +77,16 @@ def newest_trace(folder: str | Path = ".") -> Path:
 def _parse(text: str, path: str | Path) -> dict[str, Any]:
     """First the things that would make every other message misleading."""
     try:
-        data: Any = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+        data: Any = json.loads(
+            text, object_pairs_hook=_without_duplicates, parse_constant=_no_constant, parse_float=_finite
+        )
     except json.JSONDecodeError as error:
         text = f"{path}:{error.lineno}: not valid JSON (cut short?): {error.msg}; trace again, or name another --trace"
         raise TraceFileError(text, path=str(path)) from None
     except ValueError as error:
         raise TraceFileError(f"{path}: {error}", path=str(path)) from None
+    except RecursionError:
+        raise TraceFileError(f"{path}: not a trace: lists within lists without end", path=str(path)) from None
     if not isinstance(data, dict):
         raise TraceFileError(f"{path}: not a trace: expected an object at the top level", path=str(path))
     version = data.get("trace_version")
@@ -115,3 +121,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number that a trace can hold")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_constant(text)

@@ -65,6 +65,9 @@ def parse_yaml(text: str) -> Document:
     except yaml.YAMLError as error:
         document.problems.append(Problem(0, f"not valid YAML: {error}"))
         return document
+    except RecursionError:
+        document.problems.append(Problem(0, "not valid YAML: lists within lists without end"))
+        return document
     if node is not None:
         document.data = _read(node, (), document, ())
     return document

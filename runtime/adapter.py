@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hilore.runtime.derive import Derivation, derivation_of
 from hilore.runtime.errors import ReplayMismatchError
 from hilore.runtime.naming import canonical_names
+from hilore.runtime.provenance import Provenance
 from hilore.runtime.saved import Layout, Role
 
 if TYPE_CHECKING:
@@ -126,10 +127,11 @@ class Front:
             self._results.append(result)
         return result
 
-    def role_of(self, index: int, value: torch.Tensor) -> tuple[int, int] | None:
+    def role_of(self, index: int, value: torch.Tensor, provenance: Provenance | None) -> tuple[int, int] | None:
         """(step, place) where a replay makes the unit's saved tensor number ``index`` again; None where it stays.
 
-        place -1 is the step's result, others count what the step's autograd saved.
+        place -1 is the step's result, in the saved tensor's dtype; others count what the step's autograd saved.
+        ``provenance``: of fake tensors, which have no values to compare.
         """
         if not self.complete:
             return None
@@ -140,7 +142,21 @@ class Front:
             stays = self.kept and not step.draws
             if not stays and result.untyped_storage()._cdata == storage and result.dtype == value.dtype:
                 return number, -1
-        return None
+        numbers = range(1, len(self.steps))
+        return next(((n - 1, -1) for n in numbers if self._casts(n, index, value, provenance)), None)
+
+    def _casts(self, number: int, index: int, value: torch.Tensor, provenance: Provenance | None) -> bool:
+        """Whether saved tensor ``index`` is what step ``number`` made of its input by a cast, as autocast does, where
+        only a replay has that input again: it holds random numbers."""
+        step, before = self.steps[number], self.steps[number - 1]
+        if not step.first <= index < step.last or step.source >= 0 or not before.draws:
+            return False
+        key = ("front cast", number, index - step.first, value.dtype, value.dim(), before.result.dtype)
+        if key not in self._known:
+            drawn = provenance is None or provenance.drawn(value)
+            found = derivation_of(value, [self._results[number - 1]], [])[0] if drawn else None
+            self._known[key] = found if found is not None and found.rule == "cast" else None
+        return self._known[key] is not None
 
     def settled(self) -> None:
         """Forward: the unit has returned; let go of its tensors."""

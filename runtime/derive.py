@@ -1,6 +1,7 @@
 """Tensors that a kept call's autograd saved and that are cheap to derive again: casts, copies, expanded heads, masks.
 
-Each derivation is tried on the values themselves the first time (bitwise), then trusted for that unit and place.
+Each derivation is tried on the values themselves the first time (bitwise), then trusted for that unit and place. A
+trial is part of no plan's peak, so it goes through both tensors block by block.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import torch
 from torch._subclasses import FakeTensor
 
 from hilore.runtime.provenance import Provenance
+
+# A trial derives so many elements at once, or this share of them where it is more.
+_BLOCK_ELEMENTS, _BLOCK_SHARE = 1 << 12, 1 / 64
 
 Rule = Callable[[torch.Tensor, torch.Size, torch.dtype], torch.Tensor | None]
 
@@ -65,6 +69,17 @@ RULES: dict[str, Rule] = {
     "additive_mask": _additive_mask,
 }
 
+# Views of the source and of what a rule makes of it in which each element stands where its origin stands.
+PAIRS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "cast": lambda source, value: (source, value.view(source.shape)),
+    "cast_transposed": lambda source, value: (source, value.t()),
+    "repeat_heads": lambda source, value: (
+        source[:, :, None].expand(-1, -1, value.shape[1] // source.shape[1], -1, -1),
+        value.view(*source.shape[:2], -1, *source.shape[2:]),
+    ),
+    "additive_mask": lambda source, value: (source, value),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
@@ -87,25 +102,7 @@ class Derivation:
     def fits(self, value: torch.Tensor, arguments: list[torch.Tensor], parameters: list[torch.Tensor]) -> bool:
         """Whether the rule still applies to these shapes (metadata only)."""
         sources = parameters if self.from_parameter else arguments
-        if self.source >= len(sources):
-            return False
-        source = sources[self.source]
-        return _applies(self.rule, source.shape, source.stride(), source.dtype, value.shape, self.dtype)
-
-
-@lru_cache(maxsize=4096)
-def _applies(
-    rule: str,
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    source_dtype: torch.dtype,
-    wanted: torch.Size,
-    dtype: torch.dtype,
-) -> bool:
-    """Whether a rule makes a tensor of that shape from such a source."""
-    source = torch.empty_strided(shape, stride, dtype=source_dtype, device="meta")
-    with torch.autocast("cpu", enabled=False):
-        return RULES[rule](source, wanted, dtype) is not None
+        return self.source < len(sources) and _applies(self, sources[self.source], value)
 
 
 def derivation_of(
@@ -124,18 +121,14 @@ def derivation_of(
     for place, (from_parameter, index, source) in enumerate(_sources(arguments, parameters)):
         if provenance is not None and not provenance.allows(value, place):
             continue
-        candidate = next(
-            (
-                candidate
-                for rule in RULES
-                if _reproduces(candidate := Derivation(rule, index, from_parameter, value.dtype), source, value)
-            ),
-            None,
-        )
+        candidates = (Derivation(rule, index, from_parameter, value.dtype) for rule in RULES)
+        fitting = (candidate for candidate in candidates if _reproduces(candidate, source, value))
+        candidate = next(fitting, None)
         if candidate is None:
             continue
         if isinstance(value, FakeTensor):
-            return candidate, True
+            # A square weight's cast and its transpose differ in how they lie alone.
+            return next((each for each in (candidate, *fitting) if _lie_alike(each, source, value)), candidate), True
         if found is not None:
             return found, False
         found = candidate
@@ -150,13 +143,54 @@ def _sources(arguments: list[torch.Tensor], parameters: list[torch.Tensor]) -> I
 
 
 def _reproduces(candidate: Derivation, source: torch.Tensor, value: torch.Tensor) -> bool:
+    if not _applies(candidate, source, value):
+        return False
+    if isinstance(value, FakeTensor):
+        return True
+    by_element = RULES["additive_mask" if candidate.rule == "additive_mask" else "cast"]
     with torch.no_grad(), torch.autocast(value.device.type, enabled=False):
-        derived = RULES[candidate.rule](source.detach(), value.shape, candidate.dtype)
-        if derived is None:
-            return False
-        if isinstance(value, FakeTensor):
-            return True
-        return same_bits(derived, value)
+        for origin, found in _blocks(*PAIRS[candidate.rule](source.detach(), value)):
+            derived = by_element(origin, origin.shape, candidate.dtype)
+            if derived is None or not same_bits(derived, found):
+                return False
+    return True
+
+
+def _applies(candidate: Derivation, source: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the rule makes a tensor of this shape and type (metadata only)."""
+    return _makes(candidate.rule, source.shape, source.stride(), source.dtype, value.shape, candidate.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _makes(
+    rule: str,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    source_dtype: torch.dtype,
+    wanted: torch.Size,
+    dtype: torch.dtype,
+) -> bool:
+    source = torch.empty_strided(shape, stride, dtype=source_dtype, device="meta")
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        return RULES[rule](source, wanted, dtype) is not None
+
+
+def _blocks(source: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both tensors, of one shape, cut alike along their longest dimension."""
+    if source.dim() == 0:
+        yield source, value
+        return
+    length, dim = max((size, dim) for dim, size in enumerate(source.shape))
+    elements = max(_BLOCK_ELEMENTS, int(_BLOCK_SHARE * source.numel()))
+    step = max(1, elements * length // max(source.numel(), 1))
+    for start in range(0, length, step):
+        size = min(step, length - start)
+        yield source.narrow(dim, start, size), value.narrow(dim, start, size)
+
+
+def _lie_alike(candidate: Derivation, source: torch.Tensor, value: torch.Tensor) -> bool:
+    origin, found = PAIRS[candidate.rule](source.detach(), value)
+    return origin.stride() == found.stride()
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -165,4 +199,4 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     as_integers = kinds[left.element_size()]
-    return torch.equal(left.contiguous().view(as_integers), right.contiguous().view(as_integers))
+    return torch.equal(left.view(as_integers), right.view(as_integers))

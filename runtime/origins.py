@@ -48,7 +48,7 @@ class Origins:
         if self._output.untyped_storage()._cdata == storage and self._output.dtype == value.dtype:
             entry.settle("output")
             return
-        remade = self._front.role_of(index, value)
+        remade = self._front.role_of(index, value, self._provenance)
         if remade is not None:
             entry.settle("front", remade[0], place=remade[1])
             return

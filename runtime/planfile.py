@@ -95,6 +95,8 @@ def _parse(text: str, path: str | Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise PlanFileError(f"{path}: {error}", path=str(path)) from None
+    except RecursionError:
+        raise PlanFileError(f"{path}: not a plan: lists within lists without end", path=str(path)) from None
     if not isinstance(data, dict):
         raise PlanFileError(f"{path}: not a plan: expected an object at the top level", path=str(path))
     version = data.get("schema_version")

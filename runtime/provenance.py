@@ -11,6 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+# The origin of random numbers, which is the id of no storage.
+_RANDOM = -1
+
 
 class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, follows every storage back to the storages of those ``sources`` that it was computed from."""
@@ -31,12 +34,18 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call]
         origins = self._origins_of(tensor)
         return not origins or origins == {self._sources[place]}
 
+    def drawn(self, tensor: torch.Tensor) -> bool:
+        """Whether random numbers are in ``tensor``."""
+        return _RANDOM in self._origins_of(tensor)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         origins = frozenset[int]().union(*map(self._origins_of, inputs))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            origins |= {_RANDOM}
         for leaf in tree_iter(result):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf, origins | self._origins_of(leaf))

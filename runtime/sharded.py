@@ -53,6 +53,18 @@ def model_sharding(model: nn.Module) -> str:
     return next((kind for kind in map(sharding_kind, model.modules()) if kind), "")
 
 
+def unsharded_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class, without the subclass that FSDP2 makes of it."""
+    cls: type[nn.Module] = type(module)
+    return cls.__bases__[-1] if sharding_kind(module) == FSDP2 else cls
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What FSDP1 has wrapped, or ``module`` itself."""
+    inner: nn.Module = module._fsdp_wrapped_module if sharding_kind(module) == FSDP1 else module  # type: ignore[assignment]
+    return inner
+
+
 def whole_parameters(model: nn.Module) -> Iterator[WholeParameter]:
     """Every parameter once with its unsharded shape; FSDP1's flat ones taken apart."""
     flat = [(name, module) for name, module in model.named_modules() if sharding_kind(module) == FSDP1]

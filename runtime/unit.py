@@ -193,8 +193,9 @@ class UnitRecord:
         made = again.get((role.source, role.place))
         if made is None:
             raise self.mismatch("a part of it saved fewer tensors than in forward")
-        if role.place < 0:
+        if role.place < 0 and made.dtype == role.layout.dtype:
             return self._view(role, made, self.front.steps[role.source].result)
+        made = made if role.place >= 0 else made.to(role.layout.dtype).reshape(role.layout.shape)
         if made.shape != role.layout.shape or made.dtype != role.layout.dtype:
             raise self.mismatch("a part of it saved other tensors than in forward")
         return made

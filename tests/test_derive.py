@@ -6,6 +6,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from hilore.runtime.derive import derivation_of
+from hilore.runtime.meter import StorageMeter
 from hilore.runtime.provenance import Provenance
 from tests import models
 from tests.plans import assert_same_step, attach_plan, gradients, plan_for, units_of
@@ -58,6 +59,32 @@ def test_a_cast_weight_keeps_its_stride() -> None:
     again = derivation.apply(weight, saved.shape, saved.stride())
     assert again.stride() == saved.stride()
     assert torch.equal(again, saved)
+
+
+def test_a_square_weights_cast_lies_as_its_transpose_under_fake_tensors_too() -> None:
+    with FakeTensorMode():
+        weight = torch.empty(6, 6)
+        saved = weight.bfloat16()
+        for value, rule in ((saved.t(), "cast_transposed"), (saved, "cast")):
+            found, certain = derivation_of(value, [], [weight])
+            assert found is not None
+            assert (found.rule, certain) == (rule, True)
+
+
+def test_a_trial_takes_a_small_part_of_what_it_compares() -> None:
+    weight = torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
+    keys = torch.randn(1, 2, 256, 64, generator=torch.Generator().manual_seed(1))
+    cast, repeated = weight.bfloat16().t(), keys.repeat_interleave(4, dim=1)
+    changed = cast.clone()
+    changed[-1, -1] += 1
+    with StorageMeter() as meter:
+        meter.track([weight, keys, cast, repeated, changed])
+        there = meter.live_bytes
+        for value, source, expected in ((cast, weight, True), (changed, weight, False), (repeated, keys, True)):
+            meter.reset_peak()
+            found, _ = derivation_of(value, [], [source])
+            assert (found is not None) == expected
+            assert meter.peak_bytes - there <= value.untyped_storage().nbytes() // 16
 
 
 def test_two_sources_of_one_value_are_uncertain() -> None:

@@ -326,3 +326,14 @@ def test_plans_do_not_depend_on_the_process(result: SolveResult, trace: Trace) -
         )
         assert run.returncode == 0, run.stderr
         assert json.loads(run.stdout) == [same(plan) for plan in result.plans]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.4, 0.8])
+def test_a_delta_that_leaves_no_risk_gives_the_plans_of_delta_0(trace: Trace, share: float) -> None:
+    """Apart from the null regime, where L is free."""
+    budget = between(trace, share)
+    tiny, none = (solve_trace(trace, budget_bytes=budget, delta=delta).plans for delta in (1e-9, 0.0))
+    for found, expected in zip(tiny, none, strict=True):
+        if found.regime.label != "null":
+            assert found.count("L") == 0
+            assert found.predicted.step_ns == expected.predicted.step_ns

@@ -9,17 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.memory import Row, contenders, markdown, measure_case, reproducible_target
+from bench.memory import TIMES_OF, Row, contenders, markdown, measure_case, reproducible_target
 from bench.memory_cases import ADAPTERS, ARCHITECTURES, Case, cases, spec_of
 from hilore.planner.actor import build_actor, microbatch_of
 from hilore.planner.allocator import rounding_of
-from hilore.planner.checkfake import FakePeak, fake_breaches, fake_update
-from hilore.planner.estimate import target_of
+from hilore.planner.checkfake import FakePeak, check_fake, fake_breaches, fake_update
+from hilore.planner.devices import gpu_named
+from hilore.planner.emit import solve_trace
+from hilore.planner.estimate import estimated_target, target_of
 from hilore.planner.fakerank import fake_ranks
 from hilore.planner.sidebyside_runs import NO_GC
-from hilore.planner.spec_types import Parallel
+from hilore.planner.spec_types import Device, Parallel
 from hilore.planner.stepping import gradients_of, idle_optimizer
 from hilore.planner.tracing import trace_spec
+from hilore.planner.verify import reference_peaks
 from hilore.planner.wholeupdate import FixedPlan, peak_of_update
 from hilore.runtime.errors import HiloreError, UnsupportedModelError
 from tests.plans import keepable, plan_for, units_of
@@ -29,6 +32,7 @@ TESTED = (
     Case("phi3", "LoRA dropout", "naive", 2),
     Case("qwen3", "full, autocast", "chunked", 1),
     Case("gemma", "LoRA fp32, autocast", "naive", 2),
+    Case("llama", "LoRA dropout, autocast", "chunked", 2),
 )
 
 
@@ -71,6 +75,20 @@ def test_a_row_holds_within_its_bounds_alone() -> None:
     assert not replace(row, measured_bytes=1000, predicted_bytes=1001 + (1 << 20)).holds
     assert not replace(row, fake_bytes=row.measured_bytes + 1).holds
     assert "| qwen2 | full | naive | 8 | GC | 419,430,400 | 419,430,400 | 0 |" in markdown([row], "command")
+
+
+@pytest.mark.parametrize("training", ["full", "LoRA fp32"])
+def test_a_rank_of_fsdp2_with_a_chunked_head_has_the_predicted_peak(training: str, tmp_path: Path) -> None:
+    """PyTorch gathers the output layer within the model's forward alone, and makes a class of its own of it."""
+    spec = spec_of(Case("qwen2", training, "chunked", 1), tmp_path, (LENGTH,))
+    precision = replace(spec.precision, params="float32", grads="float32")
+    # On CUDA collectives take no memory of their own, so that the two are one.
+    spec = replace(spec, precision=precision, parallel=Parallel("fsdp2", 3, True), device=Device("cuda", TIMES_OF))
+    trace = trace_spec(spec, target=estimated_target(gpu_named(TIMES_OF, where="")))
+    budget = sum(reference_peaks(trace)) // 2
+    plan = solve_trace(trace, budget_bytes=budget, delta=0.0).plans[-1]
+    (found,) = check_fake([plan], spec, trace=trace)
+    assert found.peak_bytes == plan.predicted.peak_bytes
 
 
 def test_what_cannot_run_under_fake_ranks_is_refused(tmp_path: Path) -> None:
