@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hilore.planner.leastpeak import possible_held
 from hilore.planner.listing import Kind, Listing
 from hilore.planner.lprogram import LinearProgram, RealPrices
+from hilore.planner.prices import Prices, by_region, whole_by_region
 from hilore.planner.regionmenu import NEVER, UnitPrices
 from hilore.planner.rounding import Shares
-from hilore.planner.tables import Floats, Integers, Number, used_bytes
+from hilore.planner.tables import Integers, used_bytes
 
 # Prices are integers in units of 2**-bits cost units per byte (or per unit of risk); sums stay below 2**SUM_BITS.
 MOST_BITS = 30
@@ -31,16 +30,6 @@ MOST_ROUNDS = 80
 ROWS_PER_ROUND = 4
 # No more configurations are asked for when the program's optimum and the bound are so close, as a share of the cost.
 CLOSE = 1e-7
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """``events``: of each priced row. ``held``: of one held region more, of either sign. Integers, see MOST_BITS."""
-
-    events: dict[int, int]
-    risk: int
-    held: int
-    bits: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -284,34 +273,6 @@ class Relaxer:
             round(held * 2.0**bits),
             bits,
         )
-
-
-def by_region(events: Mapping[int, float], regions: int) -> tuple[Floats, Floats, Floats]:
-    """What a byte retained, in forward and in backward costs in each region, from the prices of event rows."""
-    return _spread(events, np.zeros(regions), np.zeros(regions), np.zeros(regions))
-
-
-def whole_by_region(events: Mapping[int, int], regions: int) -> tuple[Integers, Integers, Integers]:
-    """The same in integers."""
-    retained, forward, needed = (np.zeros(regions, dtype=np.int64) for _ in range(3))
-    return _spread(events, retained, forward, needed)
-
-
-def _spread(
-    events: Mapping[int, Any], retained: NDArray[Number], forward: NDArray[Number], needed: NDArray[Number]
-) -> tuple[NDArray[Number], NDArray[Number], NDArray[Number]]:
-    regions = len(retained)
-    for event, price in events.items():
-        if event < regions:
-            retained[:event] += price
-            forward[event] += price
-        elif event == regions:
-            retained += price
-        else:
-            at = event - regions - 1
-            retained[: at + 1] += price
-            needed[at] += price
-    return retained, forward, needed
 
 
 def _corners(kind: Kind, risk_room: int | None) -> set[int]:

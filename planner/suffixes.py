@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hilore.planner.relaxation import Relaxation, whole_by_region
+from hilore.planner.prices import whole_by_region
+from hilore.planner.relaxation import Relaxation
 from hilore.planner.tables import Integers, Tables
 from hilore.runtime.errors import InternalError
 
