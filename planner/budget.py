@@ -118,13 +118,18 @@ def _parse_amount(text: str, option: str) -> int:
         return math.floor(number * _EXACT[unit])
     if unit in _AMBIGUOUS:
         decimal, binary, exact = _AMBIGUOUS[unit]
-        readings = (math.floor(number * decimal / MIB), math.floor(number * binary / MIB))
+        readings = (_whole_or_hundredths(number * decimal / MIB), _whole_or_hundredths(number * binary / MIB))
         raise BudgetError(
             f"{option} {text}: people disagree on {match['unit']}: write {match['number']}{exact} for powers of 1024 "
             f"({readings[1]} MiB), or {readings[0]} for powers of 1000 ({readings[0]} MiB)",
             text=text,
         )
     raise BudgetError(f"{option} {text}: unknown unit '{match['unit']}' (MiB or GiB; a bare number is MiB)", text=text)
+
+
+def _whole_or_hundredths(mib_count: Fraction) -> str:
+    """Rounded down; a few MiB keep two digits."""
+    return f"{math.floor(mib_count)}" if mib_count >= 10 else f"{math.floor(mib_count * 100) / 100:g}"
 
 
 def _shown(text: str) -> str:

@@ -62,10 +62,27 @@ def config_problems(config: dict[str, Any], document: Document) -> list[Problem]
     if problems:
         return problems
     try:
-        kind(**{key: value for key, value in config.items() if key != "model_type"})
+        made = kind(**{key: value for key, value in config.items() if key != "model_type"})
     except (StrictDataclassError, TypeError, ValueError) as error:
         return [_refused(error, family, document)]
-    return []
+    return _odd_heads(made, config, document)
+
+
+def _odd_heads(made: Any, config: dict[str, Any], document: Document) -> list[Problem]:
+    """Rotary embeddings turn pairs of a head's channels."""
+    hidden, heads = getattr(made, "hidden_size", None), getattr(made, "num_attention_heads", None)
+    rotary = hasattr(made, "rope_parameters") and getattr(made, "partial_rotary_factor", None) in (None, 1.0)
+    if not rotary or type(hidden) is not int or type(heads) is not int:
+        return []
+    each = getattr(made, "head_dim", None) or hidden // heads
+    if type(each) is not int or each % 2 == 0:
+        return []
+    key = "head_dim" if "head_dim" in config else "hidden_size"
+    text = (
+        f"model.config gives each head {each} channels (hidden_size {hidden}, num_attention_heads {heads}); rotary "
+        "embeddings need an even number: set head_dim"
+    )
+    return [Problem(document.line("model", "config", key), text)]
 
 
 def keys_of_config(model: dict[str, Any]) -> tuple[str, ...]:

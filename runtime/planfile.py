@@ -107,7 +107,7 @@ def _parse(text: str, path: str | Path) -> dict[str, Any]:
         )
     if version != SCHEMA_VERSION:
         raise PlanFileError(
-            f"{path}: schema_version is {version}, this runtime reads {SCHEMA_VERSION}; solve again with this "
+            f"{path}: schema_version is {version!r}, this runtime reads {SCHEMA_VERSION}; solve again with this "
             "hilore-plan",
             path=str(path),
         )

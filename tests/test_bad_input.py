@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hilore.planner.actor import build_actor
+from hilore.planner.budget import BudgetError, parse_budget
 from hilore.planner.sources import SourceError
 from hilore.planner.spec import SpecError
 from hilore.planner.tracefile import TraceFileError, load_trace, save_trace
@@ -64,6 +65,17 @@ def test_key_heads_divide_heads() -> None:
     config = TINY_CONFIG.replace("num_key_value_heads: 2", "num_key_value_heads: 3")
     with pytest.raises(SpecError, match="num_key_value_heads 3 does not divide num_attention_heads 4"):
         spec_of(model=f"{{source: hf-config, config: {config}}}")
+
+
+def test_rotary_embeddings_need_even_heads() -> None:
+    config = TINY_CONFIG.replace("hidden_size: 32", "hidden_size: 36")
+    with pytest.raises(SpecError, match="each head 9 channels .hidden_size 36, num_attention_heads 4.; rotary"):
+        spec_of(model=f"{{source: hf-config, config: {config}}}")
+
+
+def test_little_memory_in_a_unit_that_people_disagree_on_is_not_rounded_to_nothing() -> None:
+    with pytest.raises(BudgetError, match=r"write 1MiB for powers of 1024 \(1 MiB\), or 0\.95 for powers of 1000"):
+        parse_budget("1MB")
 
 
 def test_a_bucket_that_holds_no_prompt_and_completion() -> None:
