@@ -69,7 +69,7 @@ def test_key_heads_divide_heads() -> None:
 
 def test_rotary_embeddings_need_even_heads() -> None:
     config = TINY_CONFIG.replace("hidden_size: 32", "hidden_size: 36")
-    with pytest.raises(SpecError, match="each head 9 channels .hidden_size 36, num_attention_heads 4.; rotary"):
+    with pytest.raises(SpecError, match=r"each head 9 channels .hidden_size 36, num_attention_heads 4.; rotary"):
         spec_of(model=f"{{source: hf-config, config: {config}}}")
 
 
