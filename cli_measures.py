@@ -44,22 +44,23 @@ def verify(
 ) -> None:
     """Run updates under plans; compare measured with predicted peak, time and gradient error. Exit 6 on a breach."""
     from hilore.planner import plan_view
+    from hilore.planner.plantrace import likely_trace
     from hilore.planner.progress import progress_bar
     from hilore.planner.spec import load_spec, spec_from_dict
-    from hilore.planner.tracefile import load_trace, newest_trace
+    from hilore.planner.tracefile import load_trace
     from hilore.runtime.planfile import load_plan
 
     loaded = [load_plan(path) for path in plans]
     found: Trace | None = None
     if model is None:
-        found = load_trace(trace_path if trace_path is not None else newest_trace())
+        found = load_trace(trace_path if trace_path is not None else likely_trace(loaded[0]))
         spec = spec_from_dict(found.spec)
     else:
         spec = load_spec(model)
         if trace_path is not None:
             found = load_trace(trace_path)
     if rollouts is not None:
-        trace = found or load_trace(newest_trace())
+        trace = found or load_trace(likely_trace(loaded[0]))
         code = cli_calibrate.verify_on_rollouts(
             loaded,
             spec,

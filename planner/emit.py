@@ -29,6 +29,7 @@ from hilore.planner.tables import make_tables
 from hilore.planner.trace import Bucket, Trace
 from hilore.planner.verify import binding_event, largest_bucket, verify
 from hilore.runtime.errors import HiloreError, InternalError
+from hilore.runtime.plan import Plan
 
 __all__ = ["InfeasibleError", "NoPlanError", "SolveResult", "SolveRow", "solve_trace", "update_error", "write_plans"]
 
@@ -81,7 +82,7 @@ def solve_trace(
     return SolveResult(
         name=trace.name,
         estimated=trace.estimated,
-        notes=_notes(trace, options),
+        notes=(*_notes(trace, options), *_held_note([plan for plan, _ in made])),
         set_id=set_id,
         largest_bucket=largest_bucket(trace).tokens,
         plans=tuple(plan for plan, _ in made),
@@ -125,6 +126,12 @@ def _notes(trace: Trace, options: Options) -> tuple[str, ...]:
     else:
         notes.append(f"{card}: {mib(left)} of it are left for context, NCCL and fragmentation")
     return tuple(notes)
+
+
+def _held_note(plans: Sequence[Plan]) -> tuple[str, ...]:
+    if not all(region.hold for plan in plans for region in plan.regions):
+        return ()
+    return ("everything fits: no region is replayed, as in training with gradient checkpointing off",)
 
 
 def _jobs(trace: Trace, bucket: Bucket, options: Options, intervals: Sequence[RegimeInterval]) -> list[Job]:

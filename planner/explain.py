@@ -111,6 +111,7 @@ def explain_unit(plan: Plan, trace: Trace, unit_name: str, *, trace_path: str = 
     at, index = _find(plan, unit_name)
     region = plan.regions[at]
     unit = region.units[index]
+    unit_name = unit.name
     region_class = bucket.classes[bucket.regions[at].class_index]
     traced = region_class.units[index]
     now = _state(plan, trace, bucket, plan.regions)
@@ -145,11 +146,12 @@ def explain_unit(plan: Plan, trace: Trace, unit_name: str, *, trace_path: str = 
 
 
 def _find(plan: Plan, name: str) -> tuple[int, int]:
+    ending = [known for known in plan.unit_names if known.endswith(f".{name}")]
+    whole = ending[0] if len(ending) == 1 else name
     for at, region in enumerate(plan.regions):
         for index, unit in enumerate(region.units):
-            if unit.name == name:
+            if unit.name == whole:
                 return at, index
-    ending = [known for known in plan.unit_names if known.endswith(f".{name}")]
     guess = close_match(name, plan.unit_names)
     hint = f"did you mean '{guess}'?" if guess else f"its first unit is '{plan.unit_names[0]}'"
     if ending:

@@ -17,11 +17,15 @@ def trace_of_plan(plan: Plan, path: str | None) -> tuple[Trace, Bucket]:
     Raises HiloreError where there is none, or where it is not the plan's: other regions or units, or another peak for
     the plan's modes than the plan says.
     """
-    if path is None:
-        own = Path(f"{plan.name}.trace.json")
-        path = str(own if own.is_file() else newest_trace())
+    path = path if path is not None else likely_trace(plan)
     trace = load_trace(path)
     return trace, bucket_of_plan(plan, trace, path)
+
+
+def likely_trace(plan: Plan) -> str:
+    """``<name>.trace.json`` here, else the newest trace here."""
+    own = Path(f"{plan.name}.trace.json")
+    return str(own if own.is_file() else newest_trace())
 
 
 def bucket_of_plan(plan: Plan, trace: Trace, trace_path: str = "the trace") -> Bucket:

@@ -90,6 +90,8 @@ def _parse(text: str, path: str | Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise TraceFileError(f"{path}: not a trace: expected an object at the top level", path=str(path))
     version = data.get("trace_version")
+    if version is None and "schema_version" in data:
+        raise TraceFileError(f"{path}: a plan, not a trace; name the trace that it was solved from", path=str(path))
     if version != TRACE_VERSION:
         raise TraceFileError(
             f"{path}: trace_version is {version}, this hilore-plan reads {TRACE_VERSION}; trace the model again, "

@@ -165,12 +165,16 @@ class Plan:
         What is None is not looked at; a plan without ``microbatch`` knows rows and tokens alone.
         """
         planned = self.microbatch
-        planned_rows = planned.rows if planned is not None else int(self.fingerprint.get("rows", 1))
-        if tokens > self.length_bucket or rows * tokens > planned_rows * self.length_bucket:
+        if tokens > self.length_bucket or rows * tokens > self.rows * self.length_bucket:
             return False
         if planned is None:
             return True
         return (completions or 0) <= planned.completions and (planned.masked or not masked)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the microbatch that it was made for."""
+        return self.microbatch.rows if self.microbatch is not None else int(self.fingerprint.get("rows", 1))
 
     @property
     def unit_names(self) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ def _parse(text: str, path: str | Path) -> dict[str, Any]:
     version = data.get("schema_version")
     if version is None and "trace_version" in data:
         raise PlanFileError(
-            f"{path}: a trace, not a plan; `hilore-plan solve --trace {path} --budget N` makes plans of it",
+            f"{path}: a trace, not a plan; `hilore-plan solve --trace {path} --budget N --delta D` makes plans of it",
             path=str(path),
         )
     if version != SCHEMA_VERSION:

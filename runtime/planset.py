@@ -74,9 +74,12 @@ class PlanSet:
         """Why no plan was made for a microbatch that none covers, and what to change."""
         replayed = "it runs with every unit recomputed"
         if self.highest(tokens, rows) is None:
+            largest = max(self.plans, key=lambda plan: plan.length_bucket)
+            keys = "batch.prompt_tokens, response_tokens" if tokens > largest.length_bucket else "batch.microbatch"
             return (
-                f"A microbatch of {rows} x {tokens} tokens is larger than any plan was made for; {replayed}. Add its "
-                "length to batch.length_buckets and solve again"
+                f"A microbatch of {rows} x {tokens} tokens is larger than any plan was made for "
+                f"({largest.rows} x {largest.length_bucket}); {replayed}. Raise {keys} in model.yaml, then trace and "
+                "solve again"
             )
         if self.highest(tokens, rows, completions=completions) is None:
             return (

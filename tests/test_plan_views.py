@@ -336,6 +336,7 @@ def test_explain_refuses_what_does_not_fit_together(trace: Trace) -> None:
     )
     with pytest.raises(HiloreError, match=ending):
         explain_unit(plan, trace, "gate_proj")
+    assert explain_unit(plan, trace, "1.mlp.gate_proj").unit == "model.layers.1.mlp.gate_proj"
     with pytest.raises(HiloreError, match="is not of the trace of other"):
         explain_unit(plan, replace(trace, name="other"), f"model.layers.1.{GATE}")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hilore.runtime.errors import BindError, FingerprintError, UnsupportedModelError
+from hilore.runtime.errors import BindError, FingerprintError, HiloreWarning, UnsupportedModelError
 from hilore.runtime.integrations import trl as integration
 from hilore.runtime.integrations.trl import attach_trainer
 from hilore.runtime.integrations.trl_loss import loss_of
@@ -57,6 +59,17 @@ def test_a_loss_that_does_not_score_through_the_trainer_is_an_error(tmp_path: Pa
 def test_other_trainers_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"attach to a trl\.GRPOTrainer"):
         attach_trainer(object(), [])
+
+
+def test_plans_for_another_head_are_told(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, policy(True))
+    by_head = [replace(p, loss={"kind": "grpo", "head": "naive"}) for p in exact(trainer.model)]
+    with pytest.warns(HiloreWarning, match=r"loss\.head 'naive', but TRL's trainer scores completions here as 'trl'"):
+        attach_trainer(trainer, by_head).detach()
+    own = [replace(plan, loss={"kind": "grpo", "head": "trl"}) for plan in by_head]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HiloreWarning)
+        attach_trainer(trainer, own).detach()
 
 
 def test_detach_gives_the_trainer_back(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from hilore.runtime.errors import BindError, UnsupportedModelError
 from hilore.runtime.integrations.trl_loss import exposure_inputs, loss_of, refuse_settings, refused
 from hilore.runtime.losses import LossSpec
 from hilore.runtime.microbatch import Microbatch
+from hilore.runtime.notice import notice
 from hilore.runtime.plan import REGIME_LABELS, Plan
 from hilore.runtime.planfile import PlanSet
 from hilore.runtime.runtime import Runtime
@@ -95,6 +96,7 @@ def attach_trainer(
     """
     refuse_trainer(trainer, loss)
     runtime = attach(trainer.model, plans, accept=accept, audit_every=audit_every)
+    _tell_of_another_head(trainer.model, runtime)
     _require_input_grads(trainer.model, runtime)
     link = Link(trainer, runtime, loss, skip_null)
     trainer.__dict__[_LINK] = link
@@ -213,6 +215,16 @@ def refuse_trainer(trainer: Any, loss: LossSpec | None = None) -> None:
     refuse_settings(trainer)
     if loss is None:
         loss_of(trainer)
+
+
+def _tell_of_another_head(model: Any, runtime: Runtime) -> None:
+    """The head is no part of the model, so that attaching cannot see it; the peak depends on it all the same."""
+    own = "chunked" if next(model.parameters()).device.type == "cuda" else "trl"
+    for head in sorted({str(plan.loss["head"]) for plan in runtime.plans.plans if "head" in plan.loss} - {own}):
+        notice(
+            f"Plans were made for loss.head {head!r}, but TRL's trainer scores completions here as {own!r} does: the "
+            f"predicted peak does not hold. Set loss.head: {own} in model.yaml, then trace and solve again"
+        )
 
 
 def _require_input_grads(model: Any, runtime: Runtime) -> None:
