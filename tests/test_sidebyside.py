@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
+import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from hilore.planner.rivals import (
 from hilore.planner.sidebyside import Contender, SideBySide, measure_peak, measure_policies
 from hilore.planner.sidebyside_runs import order_of_round
 from hilore.planner.sidebyside_view import plan_table, result_json, result_lines, result_table
+from hilore.planner.steadyheap import freed_memory_kept
 from hilore.planner.stepping import (
     Gradients,
     at_exposure,
@@ -354,27 +356,40 @@ def test_tables_and_json_hold_every_row(actor: Actor) -> None:
     assert result_lines(result)[0].startswith("2 rounds of interleaved steps")
 
 
-FAULTS = """
-import resource
-import torch
-from hilore.planner.steadyheap import freed_memory_kept
+class Library:
+    """Notes what the C library is asked for."""
 
-def faults_of_a_third_tensor():
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(16 * 2**20, dtype=torch.uint8)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
 
-with freed_memory_kept() as kept:
-    print(kept, faults_of_a_third_tensor())
-print(faults_of_a_third_tensor())
-"""
+    def mallopt(self, option: int, value: int) -> None:
+        self.calls.append((option, value))
+
+    def malloc_trim(self, pad: int) -> None:
+        self.calls.append(("trim", pad))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be told to keep freed memory")
-def test_freed_memory_is_kept_while_policies_are_timed() -> None:
-    # A process of its own: what glibc does elsewhere depends on threads and on what was freed before.
-    run = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
-    kept, inside, afterwards = run.stdout.split()
-    assert kept == "True"
-    assert int(inside) < 64 < int(afterwards)
+class Glibc(Library):
+    def gnu_get_libc_version(self) -> str:
+        return "2.36"
+
+
+def test_freed_memory_is_kept_while_policies_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Glibc()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: library)
+    monkeypatch.setattr(sys, "platform", "linux")
+    with freed_memory_kept() as kept:
+        assert kept
+        # mallopt(3): M_MMAP_MAX 0, M_TRIM_THRESHOLD the largest int.
+        assert library.calls == [(-4, 0), (-1, 2**31 - 1)]
+    assert library.calls[2:] == [(-4, 65536), (-1, 131072), ("trim", 0)]
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_other_c_libraries_are_left_alone(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: library)
+    monkeypatch.setattr(sys, "platform", platform)
+    with freed_memory_kept() as kept:
+        assert not kept
+    assert library.calls == []
