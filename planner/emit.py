@@ -156,12 +156,12 @@ def _solve_bucket(
 ) -> dict[str, Solution]:
     """Solutions by regime, from the highest exposure to none; each starts from the one before, which fits it too.
 
-    The highest starts from the plan without L, so that a search cut short is never slower than it. ``buckets``: how
-    many share the time that is left, this one included.
+    The highest starts from the plan without L, so that a search cut short is never slower than it, and takes its place.
+    ``buckets``: how many share the time that is left, this one included.
     """
     found: dict[str, Solution] = {}
-    before = _without_lossy(trace, jobs[-1], options) if options.delta > 0 else None
-    queue = [before, *reversed(jobs)] if before is not None else list(reversed(jobs))
+    exact = _without_lossy(trace, jobs[-1], options) if options.delta > 0 else None
+    queue = [*jobs, exact][::-1] if exact is not None else jobs[::-1]
     left = buckets * _distinct([job.problem for job in queue])
     solved: tuple[Job, Solution] | None = None
     for job in queue:
@@ -177,14 +177,13 @@ def _solve_bucket(
             clock=clock,
         )
         left -= 1
-        if job is before and solution.status in ("infeasible", "unknown"):
+        if job is exact and solution.status in ("infeasible", "unknown"):
             continue
         if solution.status == "infeasible":
             raise _infeasible(trace, options, [job.regime for job in jobs])
         if solution.status == "unknown":
             raise _no_plan(job, options)
-        if job is not before:
-            found[job.regime.label] = solution
+        found[job.regime.label] = solution
         solved = (job, solution)
     return found
 

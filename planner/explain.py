@@ -147,7 +147,7 @@ def explain_unit(plan: Plan, trace: Trace, unit_name: str, *, trace_path: str = 
 
 def _find(plan: Plan, name: str) -> tuple[int, int]:
     ending = [known for known in plan.unit_names if known.endswith(f".{name}")]
-    whole = ending[0] if len(ending) == 1 else name
+    whole = ending[0] if len(ending) == 1 and name not in plan.unit_names else name
     for at, region in enumerate(plan.regions):
         for index, unit in enumerate(region.units):
             if unit.name == whole:

@@ -8,8 +8,6 @@ One line is one completion: ``{"group": 3, "prompt_ids": [..], "completion_ids":
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
+from hilore.planner.files import replace_file
 from hilore.planner.microbatch import Microbatch, group_advantages, packed_microbatch
 from hilore.planner.packing import pack
 from hilore.planner.spec_types import ModelSpec
@@ -76,18 +75,12 @@ def read_recorded(path: str | Path) -> Recorded:
 
 
 def write_rollouts(path: str | Path, rollouts: Iterable[Rollout]) -> None:
-    """Write a file that ``read_rollouts`` reads; an earlier one is replaced whole or not at all."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            for rollout in rollouts:
-                kept = {key: value for key, value in asdict(rollout).items() if value is not None}
-                file.write(json.dumps(kept, allow_nan=False) + "\n")
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    """Write a file that ``read_rollouts`` reads; an earlier one is replaced whole or not at all.
+
+    Raises OutputFileError where it cannot be written, ValueError for numbers that JSON does not have.
+    """
+    kept = ({key: value for key, value in asdict(rollout).items() if value is not None} for rollout in rollouts)
+    replace_file(path, "".join(json.dumps(values, allow_nan=False) + "\n" for values in kept))
 
 
 def with_advantages(rollouts: Sequence[Rollout], places: Sequence[str] = ()) -> tuple[Rollout, ...]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from hilore.planner.files import replace_file
 from hilore.planner.trace import TRACE_VERSION, Trace
 from hilore.planner.yaml_lines import place
 from hilore.runtime.errors import HiloreError
@@ -26,19 +25,9 @@ class TraceFileError(HiloreError):
 def save_trace(trace: Trace, path: str | Path) -> None:
     """Write the trace; an earlier file of that name is replaced only once the new one is complete.
 
-    Raises TraceFileError where the folder cannot be written to.
+    Raises OutputFileError where the folder cannot be written to.
     """
-    text = json.dumps(asdict(trace), indent=1, allow_nan=False) + "\n"
-    temporary = Path(f"{path}.tmp{os.getpid()}")
-    try:
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise TraceFileError(f"{path}: cannot be written: {error.strerror or error}", path=str(path)) from error
+    replace_file(path, json.dumps(asdict(trace), indent=1, allow_nan=False) + "\n")
 
 
 def load_trace(path: str | Path) -> Trace:

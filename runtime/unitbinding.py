@@ -39,8 +39,10 @@ class UnitBinding:
     @classmethod
     def of(cls, name: str, kind: str, module: nn.Module) -> UnitBinding:
         front = front_modules(module) if kind != "attention" else ()
-        parts = module.modules() if front else (module,)
-        return cls(name, kind, module, {}, front, parts=tuple(m for m in parts if m._parameters or m._buffers))
+        within = module.modules() if front else (module,)
+        # Containers have no state of their own, now or later.
+        parts = tuple(part for part in within if not isinstance(part, (nn.ModuleDict, nn.ModuleList)))
+        return cls(name, kind, module, {}, front, parts=parts)
 
     def own_state(self) -> list[torch.Tensor]:
         """Parameters and buffers that its calls may save: of an adapter layer also those of its parts."""

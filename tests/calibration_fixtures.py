@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import hilore.planner.calibration_measure as measure
 from hilore.planner.calibrate import calibrate_trace
 from hilore.planner.rollouts import Rollout, write_rollouts
 from hilore.planner.spec_types import ModelSpec
-from hilore.planner.trace import Trace
+from hilore.planner.trace import RegionClass, Trace, UnitTrace
 from hilore.planner.tracing import trace_spec
 from tests.specs import spec_of
 
@@ -47,7 +47,23 @@ def tiny_calibrated() -> Made:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "FIT_PASSES", FEW_PASSES)
         trace = trace_spec(spec_of(calibration="{source: synthetic, microbatches: 1, confidence: 0.5}", **SECTIONS))
+        trace = with_times(trace)
         return Made(spec, trace, calibrate_trace(spec, trace))
+
+
+def with_times(trace: Trace, *, run_ns: int = 10**6, codec_ns: int = 10**3) -> Trace:
+    """The same for units that all take ``run_ns`` and codecs that all take ``codec_ns``: no clock decides which units
+    are worth L."""
+
+    def timed(unit: UnitTrace) -> UnitTrace:
+        codecs = tuple(replace(cost, encode_ns=codec_ns, decode_ns=codec_ns) for cost in unit.codecs)
+        return replace(unit, run_ns=run_ns, codecs=codecs)
+
+    def of_class(region_class: RegionClass) -> RegionClass:
+        return replace(region_class, units=tuple(map(timed, region_class.units)))
+
+    buckets = (replace(bucket, classes=tuple(map(of_class, bucket.classes))) for bucket in trace.buckets)
+    return replace(trace, buckets=tuple(buckets))
 
 
 def rollouts(groups: int = 4, *, seed: int = 0, **fields: Any) -> list[Rollout]:

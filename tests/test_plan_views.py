@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hilore.cli import main
+from hilore.planner import explain
 from hilore.planner.composition import plan_compositions
 from hilore.planner.configure import replayed_units
 from hilore.planner.explain import explain_unit
@@ -322,6 +323,15 @@ def test_a_split_replay_is_an_alternative_and_shown() -> None:
         "region held",
         "region replayed, all units at R",
     ]
+
+
+def test_a_whole_name_wins_over_one_that_ends_in_it(trace: Trace) -> None:
+    plan = mixed(trace)
+    first, second = plan.regions[0].units[:2]
+    units = (replace(first, name="up"), replace(second, name="block.up"), *plan.regions[0].units[2:])
+    named = replace(plan, regions=(replace(plan.regions[0], units=units), *plan.regions[1:]))
+    assert explain._find(named, "up") == (0, 0)
+    assert explain._find(named, "block.up") == (0, 1)
 
 
 def test_explain_refuses_what_does_not_fit_together(trace: Trace) -> None:

@@ -8,6 +8,7 @@ Sources: trl 1.16, ``GRPOTrainer._compute_loss`` and ``_get_per_token_logps_and_
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -95,8 +96,9 @@ def attach_trainer(
     ``attach``.
     """
     refuse_trainer(trainer, loss)
+    plans = plans if isinstance(plans, PlanSet) else PlanSet(tuple(plans))
+    _tell_of_another_head(trainer, plans)
     runtime = attach(trainer.model, plans, accept=accept, audit_every=audit_every)
-    _tell_of_another_head(trainer.model, runtime)
     _require_input_grads(trainer.model, runtime)
     link = Link(trainer, runtime, loss, skip_null)
     trainer.__dict__[_LINK] = link
@@ -217,10 +219,17 @@ def refuse_trainer(trainer: Any, loss: LossSpec | None = None) -> None:
         loss_of(trainer)
 
 
-def _tell_of_another_head(model: Any, runtime: Runtime) -> None:
-    """The head is no part of the model, so that attaching cannot see it; the peak depends on it all the same."""
-    own = "chunked" if next(model.parameters()).device.type == "cuda" else "trl"
-    for head in sorted({str(plan.loss["head"]) for plan in runtime.plans.plans if "head" in plan.loss} - {own}):
+def _tell_of_another_head(trainer: Any, plans: PlanSet) -> None:
+    """The head is no part of the model, so that attaching cannot see it; the peak depends on it all the same.
+
+    ``loss.head: trl`` is the tiled head of trl 1.16 in plain torch; by Triton it scores completion tokens alone, for
+    which plans are made with ``chunked``.
+    """
+    by_triton = getattr(importlib.import_module("trl.trainer.utils"), "_use_triton", None)
+    if by_triton is None:
+        return
+    own = "chunked" if by_triton(trainer.accelerator.device) else "trl"
+    for head in sorted({str(plan.loss["head"]) for plan in plans.plans if "head" in plan.loss} - {own}):
         notice(
             f"Plans were made for loss.head {head!r}, but TRL's trainer scores completions here as {own!r} does: the "
             f"predicted peak does not hold. Set loss.head: {own} in model.yaml, then trace and solve again"
