@@ -8,9 +8,10 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ from hilore.runtime.attach import attach
 from hilore.runtime.meter import StorageMeter
 from hilore.runtime.planfile import load_plan
 
-# gloo's threads let go of a buffer when they please, which only adds: the lowest of some updates counts.
+# The thread of gloo that carried a collective out lets go of its buffers after it has woken the waiter: without a pause
+# they are counted by chance in what comes next. It only adds, so on a busy machine the lowest of some updates counts.
+PAUSE_S = 0.005
 UPDATES = 3
 
 
@@ -149,13 +152,30 @@ def _peak(actor: Actor, update: list[Microbatch], optimizer: Optimizer) -> int:
     peaks = []
     for _ in range(UPDATES):
         gc.collect()
-        with StorageMeter() as meter:
+        with StorageMeter() as meter, _pause_after_collectives():
             meter.track([*actor.model.parameters(), *actor.model.buffers(), *state])
             meter.track([tensor for tensor in inputs if isinstance(tensor, Tensor)])
             meter.reset_peak()
             _run(actor, update, optimizer)
             peaks.append(meter.peak_bytes)
     return int(min(peaks))
+
+
+@contextmanager
+def _pause_after_collectives() -> Iterator[None]:
+    """Every wait for a collective takes ``PAUSE_S`` longer, in which gloo's thread lets go of its buffers."""
+    wait = dist.Work.wait
+
+    def wait_and_pause(work: dist.Work, *arguments: Any, **named: Any) -> bool:
+        done = wait(work, *arguments, **named)
+        time.sleep(PAUSE_S)
+        return done
+
+    dist.Work.wait = wait_and_pause  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        dist.Work.wait = wait  # type: ignore[method-assign]
 
 
 def _local(tensor: Any) -> Tensor:
