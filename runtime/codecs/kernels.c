@@ -8,6 +8,11 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512BW__
+#include <immintrin.h>
+#elif defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("O2") /* with -O3 GCC 12 takes five times as long for vectors it has to split, and makes slower code */
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define PARALLEL if (f->threads > 1 && f->numel >= 32768)
@@ -16,6 +21,7 @@
 #define VECTORS (BLOCK / LANES)
 #define STEP 32 /* the smallest group; scales are kept per step */
 #define STEPS (BLOCK / STEP)
+#define GANG 4
 #define TINY 0x1p-100f
 #define LIFT 0x1p100f
 #define FINE 255.0f
@@ -48,13 +54,36 @@ typedef struct {
     float values[16], thresholds[16];
 } Form;
 
+/* What decides which code runs, apart: the usual kinds are compiled on their own, with these as constants. */
+typedef struct { int kind, fine, asymmetric, rotated, stochastic, narrow, wider; } Kind;
+#define KIND_OF(f) ((Kind){(f)->kind, (f)->fine, (f)->asymmetric, (f)->rotated, (f)->stochastic, (f)->bits < 8, (f)->bits > 8})
+
 #define MOST_bf16 0x7f7f0000u
 #define MOST_f32 0x7f7fffffu
 INLINE float as_float(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
 INLINE uint32_t as_bits(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
 INLINE words magnitudes(floats value) { return (words)value & 0x7fffffffu; }
 
-INLINE floats load_bf16(const bf16 *x) { return (floats)(__builtin_convertvector(AT(const halves, x), words) << 16); }
+/* what GCC 12 takes apart or makes of two instructions; the other branches say what each is */
+#ifdef __AVX512BW__
+INLINE words from_halves(halves v) { return (words)_mm512_cvtepu16_epi32((__m256i)v); }
+INLINE words from_bytes(bytes v) { return (words)_mm512_cvtepu8_epi32((__m128i)v); }
+INLINE words larger(words a, words b) { return (words)_mm512_max_epu32((__m512i)a, (__m512i)b); }
+INLINE floats smaller(floats a, floats b) { return (floats)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE floats larger_float(floats a, floats b) { return (floats)_mm512_max_ps((__m512)a, (__m512)b); }
+/* a * signs is exact, so that fusing the sum changes nothing */
+INLINE floats signed_sum(floats a, floats signs, floats other) {
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)signs, (__m512)other);
+}
+#else
+INLINE words from_halves(halves v) { return __builtin_convertvector(v, words); }
+INLINE words from_bytes(bytes v) { return __builtin_convertvector(__builtin_convertvector(v, halves), words); }
+INLINE words larger(words a, words b) { return CHOOSE(words, (integers)(a > b), a, b); }
+INLINE floats smaller(floats a, floats b) { return CHOOSE(floats, a < b, a, b); }
+INLINE floats larger_float(floats a, floats b) { return CHOOSE(floats, a > b, a, b); }
+INLINE floats signed_sum(floats a, floats signs, floats other) { return other + a * signs; }
+#endif
+INLINE floats load_bf16(const bf16 *x) { return (floats)(from_halves(AT(const halves, x)) << 16); }
 INLINE floats load_f32(const f32 *x) { return AT(const floats, x); }
 INLINE void store_bf16(bf16 *x, floats value) {
     words bits = (words)value;
@@ -62,10 +91,7 @@ INLINE void store_bf16(bf16 *x, floats value) {
 }
 INLINE void store_f32(f32 *x, floats value) { AT(floats, x) = value; }
 
-/* in two steps, since GCC 12 takes a single one apart */
-INLINE words widened(const u8 *q) {
-    return __builtin_convertvector(__builtin_convertvector(AT(const bytes, q), halves), words);
-}
+INLINE words widened(const u8 *q) { return from_bytes(AT(const bytes, q)); }
 
 /* --- shuffles ---------------------------------------------------------------------------------------------------- */
 #ifdef __clang__
@@ -87,7 +113,7 @@ INLINE floats looked_up(const float *table, integers place) { return __builtin_s
 #define BY8 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7
 
 /* 64 values times the Hadamard matrix and unit: sums of pairs at distances 8, 16, 32, 1, 2, 4 */
-#define MIX(a, signs, ...) a = SWAPPED(a, __VA_ARGS__) + a * signs
+#define MIX(a, signs, ...) a = signed_sum(a, signs, SWAPPED(a, __VA_ARGS__))
 #define MIX_ALL(signs, ...) MIX(a, signs, __VA_ARGS__); MIX(b, signs, __VA_ARGS__); MIX(c, signs, __VA_ARGS__); \
     MIX(d, signs, __VA_ARGS__)
 INLINE void rotate(floats *r, const float unit) {
@@ -106,11 +132,8 @@ INLINE void rotate(floats *r, const float unit) {
 }
 
 INLINE floats within(floats value, float most) {
-    value = CHOOSE(floats, value > most, (floats){0} + most, value);
-    return CHOOSE(floats, value < -most, (floats){0} - most, value);
+    return larger_float((floats){0} - most, smaller((floats){0} + most, value));
 }
-INLINE words larger(words a, words b) { return CHOOSE(words, (integers)(a > b), a, b); }
-INLINE floats smaller(floats a, floats b) { return CHOOSE(floats, a < b, a, b); }
 /* lanes 2i of the result: reductions over lane pairs of a; 2i + 1: of b; and so on with distances 2 and 4 */
 #define MERGE1(op, a, b) op(PICKED(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30), \
                             PICKED(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
@@ -195,20 +218,40 @@ static void unpack_fields(const u8 *in, int bits, u8 *q) {
 }
 
 /* --- scales -------------------------------------------------------------------------------------------------------- */
-typedef struct { float low[LANES], extent[LANES], lift[LANES], factor[LANES]; } Scales;
+/* of the steps of a block, in lanes k and k + 8; "lifted": whether any lift is not 1 */
+typedef struct { float low[LANES], extent[LANES], lift[LANES], factor[LANES]; int lifted; } Scales;
+
+/* of values below 2^22 */
+INLINE floats rounded_up(floats value) {
+    floats whole = (value + ROUNDER) - ROUNDER;
+    return whole + CHOOSE(floats, whole < value, (floats){0} + 1, (floats){0});
+}
+INLINE uint32_t largest_lane(words v) {
+    v = larger(v, SWAPPED(v, BY1));
+    v = larger(v, SWAPPED(v, BY2));
+    return larger(v, SWAPPED(v, BY4))[0];
+}
+INLINE uint32_t lanes_set(integers mask) {
+    words v = (words)mask & 1u;
+    v += SWAPPED(v, BY1);
+    v += SWAPPED(v, BY2);
+    return (v + SWAPPED(v, BY4))[0];
+}
+INLINE floats up_lanes(floats value) {
+    words bits = (words)value;
+    return (floats)((bits + CHOOSE(words, (integers)(bits >> 31) != 0, (words){0}, (words){0} + 0xffffu)) & 0xffff0000u);
+}
 
 /* each step's scale as a share of the block's in 255ths, rounded up, and as it decodes */
-INLINE void fine_scales(const uint32_t *largest, float whole, u8 *share, float *extent) {
-    const float divisor = whole == 0 ? 1 : whole;
-    for (int k = 0; k < STEPS; k++) {
-        float magnitude = as_float(largest[k]), part = ceilf(magnitude / divisor * FINE);
-        part = part > FINE ? FINE : part;
-        float more = part + 1 > FINE ? FINE : part + 1;
-        part = whole * (part * (1.0f / FINE)) < magnitude ? more : part;
-        part = whole < TINY && magnitude > 0 ? FINE : part;
-        share[k] = (u8)(int32_t)part;
-        extent[k] = whole * (part * (1.0f / FINE));
-    }
+INLINE floats fine_scales(floats largest, float whole, words *share) {
+    const floats most = (floats){0} + FINE;
+    floats part = rounded_up(largest / (whole == 0 ? 1 : whole) * FINE);
+    part = smaller(part, most);
+    floats more = smaller(part + 1, most);
+    part = CHOOSE(floats, whole * (part * (1.0f / FINE)) < largest, more, part);
+    if (whole < TINY) part = CHOOSE(floats, largest > 0, most, part);
+    *share = (words)__builtin_convertvector(part, integers);
+    return whole * (part * (1.0f / FINE));
 }
 
 INLINE void ranges(const Form *f, const floats *r, Scales *s) {
@@ -220,47 +263,46 @@ INLINE void ranges(const Form *f, const floats *r, Scales *s) {
     AT(floats, s->low) = smaller_of_groups(low, f->shift);
     AT(floats, s->extent) = -smaller_of_groups(high, f->shift);
     /* adding 0 leaves no negative zeros */
-    for (int k = 0; k < STEPS; k++) {
+    for (int k = 0; k < LANES; k++) {
         s->low[k] = (f->wide ? s->low[k] : -up(-s->low[k])) + 0.0f;
         s->extent[k] = (f->wide ? s->extent[k] : up(s->extent[k])) + 0.0f;
     }
 }
 
 /* scales of all steps and, stored, the parameters of all groups; the number of groups that cannot be encoded */
-INLINE int scales_of(const Form *f, const floats *r, void *parameters, int64_t block, Scales *s, u8 *shares) {
+INLINE uint32_t scales_of(const Form *f, const Kind kind, const floats *r, void *parameters, int64_t block, Scales *s,
+                          u8 *shares) {
     const int groups = f->groups, shift = f->shift, wide = f->wide;
-    const uint32_t limit = f->rotated ? ROTATED_LIMIT : INFINITE - 1;
-    uint32_t largest[LANES], most = 0;
-    words peaks[STEPS];
-    int bad = 0;
+    const uint32_t limit = kind.rotated ? ROTATED_LIMIT : INFINITE - 1;
+    words peaks[STEPS], largest;
+    floats extent;
     for (int k = 0; k < STEPS; k++) peaks[k] = larger(magnitudes(r[2 * k]), magnitudes(r[2 * k + 1]));
-    AT(words, largest) = larger_of_groups(peaks, shift);
-    AT(floats, s->low) = (floats){0};
-    if (f->asymmetric) {
+    largest = larger_of_groups(peaks, shift);
+    if (kind.asymmetric) {
         ranges(f, r, s);
         for (int g = 0; g < groups; g++) {
             put(parameters, 2 * (block * groups + g), s->low[g << shift], wide);
             put(parameters, 2 * (block * groups + g) + 1, s->extent[g << shift], wide);
         }
-        for (int k = 0; k < STEPS; k++) s->extent[k] -= s->low[k];
-    } else if (f->fine) {
-        u8 share[STEPS];
-        for (int k = 0; k < STEPS; k++) most = largest[k] > most ? largest[k] : most;
+        extent = AT(floats, s->extent) - AT(floats, s->low);
+    } else if (kind.fine) {
+        words share;
+        uint32_t most = largest_lane(largest);
         float whole = wide ? as_float(most) : up(as_float(most));
         put(parameters, block, whole, wide);
-        fine_scales(largest, whole, share, s->extent);
-        for (int g = 0; g < groups; g++) shares[g] = share[g << shift];
+        extent = fine_scales((floats)largest, whole, &share);
+        for (int g = 0; g < groups; g++) shares[g] = (u8)share[g << shift];
     } else {
-        for (int k = 0; k < STEPS; k++) s->extent[k] = wide ? as_float(largest[k]) : up(as_float(largest[k]));
+        extent = wide ? (floats)largest : up_lanes((floats)largest);
+        AT(floats, s->extent) = extent;
         for (int g = 0; g < groups; g++) put(parameters, block * groups + g, s->extent[g << shift], wide);
     }
-    for (int k = 0; k < STEPS; k++) {
-        float extent = s->extent[k], lift = extent < TINY ? LIFT : 1.0f;
-        s->lift[k] = lift;
-        s->factor[k] = extent == 0 ? 0.0f : (float)f->levels / (extent * lift);
-        bad += largest[k] > limit || (as_bits(extent) & 0x7fffffffu) >= INFINITE;
-    }
-    return bad >> shift;
+    const integers tiny = extent < TINY;
+    const floats lift = CHOOSE(floats, tiny, (floats){0} + LIFT, (floats){0} + 1);
+    s->lifted = lanes_set(tiny) != 0;
+    AT(floats, s->lift) = lift;
+    AT(floats, s->factor) = CHOOSE(floats, extent == 0, (floats){0}, (float)f->levels / (extent * lift));
+    return lanes_set((integers)((largest > limit) | (magnitudes(extent) >= INFINITE))) >> shift;
 }
 
 /* --- rounding of a block: codes of 8 bits into q, of more into high as well ------------------------------------------ */
@@ -286,55 +328,79 @@ INLINE words in_book(floats scaled, const float *thresholds) {
     for (int t = 0; t < 15; t++) found -= scaled > thresholds[t];
     return (words)found;
 }
-#define EACH_VECTOR(code) \
+#define EACH_SCALED(value, code) \
     for (int v = 0; v < VECTORS; v++) { \
         const int k = v / 2; \
-        const floats scaled = (r[v] - s->low[k]) * s->lift[k] * s->factor[k]; \
-        put_codes(code, q + v * LANES, high + v * LANES, wider); \
+        const floats scaled = value; \
+        put_codes(code, q + v * LANES, high + v * LANES, kind.wider); \
     }
-INLINE void round_block(const Form *f, const floats *r, const Scales *s, u8 *q, u8 *high, uint32_t index) {
-    const int wider = f->bits > 8, zero = f->zero;
+#define EACH_VECTOR(code) { \
+        if (kind.asymmetric) EACH_SCALED((r[v] - s->low[k]) * s->lift[k] * s->factor[k], code) \
+        else if (s->lifted) EACH_SCALED(r[v] * s->lift[k] * s->factor[k], code) \
+        else EACH_SCALED(r[v] * s->factor[k], code) \
+    }
+INLINE void round_block(const Form *f, const Kind kind, const floats *r, const Scales *s, u8 *q, u8 *high, uint32_t index) {
+    const int zero = f->zero;
     const words lanes = LANE_NUMBERS * INDEX_STEP + index;
-    if (f->kind == BOOK) EACH_VECTOR(in_book(scaled, f->thresholds))
-    else if (f->kind == E4M3) EACH_VECTOR(to_e4m3(scaled))
-    else if (f->kind == E5M2) EACH_VECTOR(to_e5m2(scaled))
-    else if (f->stochastic) EACH_VECTOR(stochastic(scaled, lanes + (uint32_t)(v * LANES) * INDEX_STEP, zero, f->levels))
+    if (kind.kind == BOOK) EACH_VECTOR(in_book(scaled, f->thresholds))
+    else if (kind.kind == E4M3) EACH_VECTOR(to_e4m3(scaled))
+    else if (kind.kind == E5M2) EACH_VECTOR(to_e5m2(scaled))
+    else if (kind.stochastic)
+        EACH_VECTOR(stochastic(scaled, lanes + (uint32_t)(v * LANES) * INDEX_STEP, zero, f->levels))
     else EACH_VECTOR(nearest(scaled, zero))
 }
 
 INLINE int block_bytes(const Form *f) { return 32 * f->bits + (f->fine ? f->groups : 0); }
 
-INLINE int encode_block(const Form *f, floats *r, u8 *codes, void *parameters, int64_t block) {
-    Scales s;
-    u8 low[BLOCK] __attribute__((aligned(64))), high[BLOCK] __attribute__((aligned(64)));
-    int bad = 0;
-    if (f->rotated) for (int v = 0; v < VECTORS; v += 4) rotate(r + v, 1.0f / 64);
-    if (f->group) {
-        bad = scales_of(f, r, parameters, block, &s, codes + 32 * f->bits);
-    } else {
-        words most = {0};
-        for (int v = 0; v < VECTORS; v++) most = larger(most, magnitudes(r[v]));
-        for (int i = 0; i < LANES; i++) bad |= most[i] > as_bits((float)f->levels);
-        for (int k = 0; k < STEPS; k++) s.low[k] = 0, s.lift[k] = s.factor[k] = 1;
+INLINE void rotate_block(floats *r, float unit) {
+    for (int v = 0; v < VECTORS; v += 4) rotate(r + v, unit);
+}
+/* the number of groups that cannot be encoded */
+INLINE uint32_t scale_block(const Form *f, const Kind kind, const floats *r, u8 *codes, void *parameters, int64_t block,
+                            Scales *s) {
+    if (f->group) return scales_of(f, kind, r, parameters, block, s, codes + 32 * f->bits);
+    words most = {0};
+    uint32_t bad = 0;
+    for (int v = 0; v < VECTORS; v++) most = larger(most, magnitudes(r[v]));
+    for (int i = 0; i < LANES; i++) bad |= most[i] > as_bits((float)f->levels);
+    for (int k = 0; k < STEPS; k++) s->factor[k] = 1;
+    s->lifted = 0;
+    return bad;
+}
+
+/* "count" blocks of values, up to GANG: stage after stage for all of them, so that one's waiting is another's work */
+INLINE int64_t encode_gang(const Form *f, const Kind kind, floats (*r)[VECTORS], u8 *codes, void *parameters,
+                           int64_t block, int count) {
+    const int size = block_bytes(f);
+    Scales s[GANG];
+    u8 low[GANG][BLOCK] __attribute__((aligned(64))), high[GANG][BLOCK] __attribute__((aligned(64)));
+    uint32_t bad[GANG];
+    int64_t all = 0;
+    if (kind.rotated) for (int i = 0; i < count; i++) rotate_block(r[i], 1.0f / 64);
+    for (int i = 0; i < count; i++) {
+        bad[i] = scale_block(f, kind, r[i], codes + i * size, parameters, block + i, s + i);
+        all += bad[i];
     }
-    if (bad) {
-        memset(codes, 0, (size_t)block_bytes(f));
-        return bad;
+    for (int i = 0; i < count; i++) {
+        const uint32_t index = f->salt + (uint32_t)((block + i) * BLOCK) * INDEX_STEP;
+        round_block(f, kind, r[i], s + i, kind.narrow ? low[i] : codes + i * size, high[i], index);
     }
-    round_block(f, r, &s, f->bits < 8 ? low : codes, high, f->salt + (uint32_t)(block * BLOCK) * INDEX_STEP);
-    if (f->bits < 8) pack_fields(low, f->bits, codes);
-    if (f->bits > 8) pack_fields(high, f->bits - 8, codes + BLOCK);
-    return 0;
+    for (int i = 0; i < count; i++) {
+        if (kind.narrow) pack_fields(low[i], f->bits, codes + i * size);
+        if (kind.wider) pack_fields(high[i], f->bits - 8, codes + i * size + BLOCK);
+    }
+    if (all) for (int i = 0; i < count; i++) if (bad[i]) memset(codes + i * size, 0, (size_t)size);
+    return all;
 }
 
 /* --- and back ------------------------------------------------------------------------------------------------------- */
-INLINE void extents_of(const Form *f, const u8 *shares, const void *parameters, int64_t block, Scales *s) {
+INLINE void extents_of(const Form *f, const Kind kind, const u8 *shares, const void *parameters, int64_t block, Scales *s) {
     const int64_t first = block * f->groups;
     const int shift = f->shift;
-    if (f->fine) {
+    if (kind.fine) {
         const float whole = get(parameters, block, f->wide);
         for (int k = 0; k < STEPS; k++) s->extent[k] = whole * ((float)(int32_t)shares[k >> shift] * (1.0f / FINE));
-    } else if (f->asymmetric) {
+    } else if (kind.asymmetric) {
         for (int k = 0; k < STEPS; k++) {
             s->low[k] = get(parameters, 2 * (first + (k >> shift)), f->wide);
             s->extent[k] = get(parameters, 2 * (first + (k >> shift)) + 1, f->wide) - s->low[k];
@@ -349,26 +415,26 @@ INLINE void extents_of(const Form *f, const u8 *shares, const void *parameters, 
 #define CODE(type, pointer) ((type)widened((pointer) + v * LANES))
 #define EACH_VALUE(value) for (int v = 0; v < VECTORS; v++) r[v] = value * s->extent[v / 2];
 #define NUMBER(code) (__builtin_convertvector(code - zero, floats) * unit)
-INLINE void values_of(const Form *f, const u8 *q, const u8 *high, floats *r, const Scales *s) {
+INLINE void values_of(const Form *f, const Kind kind, const u8 *q, const u8 *high, floats *r, const Scales *s) {
     const float unit = f->group ? 1.0f / (float)f->levels : 1.0f;
     const int zero = f->zero;
-    if (f->kind == BOOK) EACH_VALUE(looked_up(f->values, CODE(integers, q)))
-    else if (f->kind == E4M3) EACH_VALUE(from_e4m3(CODE(words, q)) * unit)
-    else if (f->kind == E5M2) EACH_VALUE(from_e5m2(CODE(words, q)) * unit)
-    else if (f->bits > 8) EACH_VALUE(NUMBER(CODE(integers, q) + (CODE(integers, high) << 8)))
+    if (kind.kind == BOOK) EACH_VALUE(looked_up(f->values, CODE(integers, q)))
+    else if (kind.kind == E4M3) EACH_VALUE(from_e4m3(CODE(words, q)) * unit)
+    else if (kind.kind == E5M2) EACH_VALUE(from_e5m2(CODE(words, q)) * unit)
+    else if (kind.wider) EACH_VALUE(NUMBER(CODE(integers, q) + (CODE(integers, high) << 8)))
     else EACH_VALUE(NUMBER(CODE(integers, q)))
-    if (f->asymmetric) for (int v = 0; v < VECTORS; v++) r[v] += s->low[v / 2];
+    if (kind.asymmetric) for (int v = 0; v < VECTORS; v++) r[v] += s->low[v / 2];
 }
 
-INLINE void decode_block(const Form *f, const u8 *codes, const void *parameters, floats *r, int64_t block) {
+INLINE void decode_block(const Form *f, const Kind kind, const u8 *codes, const void *parameters, floats *r, int64_t block) {
     u8 fields[BLOCK] __attribute__((aligned(64)));
     Scales s;
     AT(floats, s.low) = (floats){0};
-    if (f->bits < 8) unpack_fields(codes, f->bits, fields);
-    if (f->bits > 8) unpack_fields(codes + BLOCK, f->bits - 8, fields);
-    extents_of(f, codes + 32 * f->bits, parameters, block, &s);
-    values_of(f, f->bits < 8 ? fields : codes, fields, r, &s);
-    if (f->rotated) for (int v = 0; v < VECTORS; v += 4) rotate(r + v, 1);
+    if (kind.narrow) unpack_fields(codes, f->bits, fields);
+    if (kind.wider) unpack_fields(codes + BLOCK, f->bits - 8, fields);
+    extents_of(f, kind, codes + 32 * f->bits, parameters, block, &s);
+    values_of(f, kind, kind.narrow ? fields : codes, fields, r, &s);
+    if (kind.rotated) rotate_block(r, 1);
 }
 
 /* --- whole tensors ------------------------------------------------------------------------------------------------------ */
@@ -384,6 +450,18 @@ INLINE size_t last_parameters(const Form *f, int64_t whole, int rest, size_t *pl
     return width * (f->fine ? 1 : (size_t)(coded(f, rest) + f->group - 1) / (size_t)f->group);
 }
 
+/* integers with a scale per group, rounded to nearest, 8 bits or fewer: on their own; all else as it is asked for */
+#define USUAL(call, fine, rotated, narrow) { const Kind kind = {INT, fine, 0, rotated, 0, narrow, 0}; call; }
+#define EACH_KIND(call) \
+    if (f->kind != INT || !f->group || f->asymmetric || f->stochastic || f->bits > 8) { const Kind kind = KIND_OF(f); call; } \
+    else if (f->bits == 8) { \
+        if (f->fine) { if (f->rotated) USUAL(call, 1, 1, 0) else USUAL(call, 1, 0, 0) } \
+        else { if (f->rotated) USUAL(call, 0, 1, 0) else USUAL(call, 0, 0, 0) } \
+    } else { \
+        if (f->fine) { if (f->rotated) USUAL(call, 1, 1, 1) else USUAL(call, 1, 0, 1) } \
+        else { if (f->rotated) USUAL(call, 0, 1, 1) else USUAL(call, 0, 0, 1) } \
+    }
+
 #define DEFINE(D) \
     INLINE void load_block_##D(const D *x, const float *mean, floats *r) { \
         if (mean) for (int v = 0; v < VECTORS; v++) r[v] = load_##D(x + v * LANES) - AT(const floats, mean + v * LANES); \
@@ -394,17 +472,23 @@ INLINE size_t last_parameters(const Form *f, int64_t whole, int rest, size_t *pl
             store_##D(x + v * LANES, within(r[v] + AT(const floats, mean + v * LANES), as_float(MOST_##D))); \
         else for (int v = 0; v < VECTORS; v++) store_##D(x + v * LANES, r[v]); \
     } \
-    int64_t encode_##D(const Form *f, const D *x, u8 *codes, void *parameters) { \
+    INLINE int64_t encode_blocks_##D(const Form *f, const Kind kind, const D *x, u8 *codes, void *parameters) { \
         int64_t whole = f->numel / BLOCK, size = block_bytes(f), bad = 0; \
         _Pragma("omp parallel for num_threads(f->threads) PARALLEL reduction(+ : bad)") \
-        for (int64_t block = 0; block < whole; block++) { \
-            floats r[VECTORS] __attribute__((aligned(64))); \
-            load_block_##D(x + block * BLOCK, MEAN_AT(block), r); \
-            bad += encode_block(f, r, codes + block * size, parameters, block); \
+        for (int64_t block = 0; block < whole; block += GANG) { \
+            const int count = whole - block < GANG ? (int)(whole - block) : GANG; \
+            floats r[GANG][VECTORS] __attribute__((aligned(64))); \
+            for (int i = 0; i < count; i++) load_block_##D(x + (block + i) * BLOCK, MEAN_AT(block + i), r[i]); \
+            bad += encode_gang(f, kind, r, codes + block * size, parameters, block, count); \
         } \
+        return bad; \
+    } \
+    int64_t encode_##D(const Form *f, const D *x, u8 *codes, void *parameters) { \
+        int64_t whole = f->numel / BLOCK, size = block_bytes(f), bad = 0; \
+        EACH_KIND(bad = encode_blocks_##D(f, kind, x, codes, parameters)) \
         int rest = (int)(f->numel % BLOCK); \
         if (rest) { \
-            floats r[VECTORS] __attribute__((aligned(64))); \
+            floats r[1][VECTORS] __attribute__((aligned(64))); \
             D padded[BLOCK] __attribute__((aligned(64))) = {0}; \
             float last[2 * STEPS]; \
             u8 packed[2 * BLOCK] __attribute__((aligned(64))); \
@@ -412,22 +496,26 @@ INLINE size_t last_parameters(const Form *f, int64_t whole, int rest, size_t *pl
             Form tail = *f; \
             tail.salt += (uint32_t)(whole * BLOCK) * INDEX_STEP; \
             memcpy(padded, x + whole * BLOCK, (size_t)rest * sizeof(D)); \
-            load_block_##D(padded, MEAN_AT(whole), r); \
+            load_block_##D(padded, MEAN_AT(whole), r[0]); \
             for (int i = rest; i < BLOCK; i++) ((f32 *)r)[i] = f->mean ? 0 : ((f32 *)r)[rest - 1]; \
-            bad += encode_block(&tail, r, packed, last, 0); \
+            bad += encode_gang(&tail, KIND_OF(f), r, packed, last, 0, 1); \
             memcpy(codes + whole * size, packed, (size_t)(size == BLOCK ? coded(f, rest) : size)); \
             memcpy((char *)parameters + place, last, stored); \
         } \
         return bad; \
     } \
-    void decode_##D(const Form *f, const u8 *codes, const void *parameters, D *x) { \
+    INLINE void decode_blocks_##D(const Form *f, const Kind kind, const u8 *codes, const void *parameters, D *x) { \
         int64_t whole = f->numel / BLOCK, size = block_bytes(f); \
         _Pragma("omp parallel for num_threads(f->threads) PARALLEL") \
         for (int64_t block = 0; block < whole; block++) { \
             floats r[VECTORS] __attribute__((aligned(64))); \
-            decode_block(f, codes + block * size, parameters, r, block); \
+            decode_block(f, kind, codes + block * size, parameters, r, block); \
             store_block_##D(r, MEAN_AT(block), x + block * BLOCK); \
         } \
+    } \
+    void decode_##D(const Form *f, const u8 *codes, const void *parameters, D *x) { \
+        int64_t whole = f->numel / BLOCK, size = block_bytes(f); \
+        EACH_KIND(decode_blocks_##D(f, kind, codes, parameters, x)) \
         int rest = (int)(f->numel % BLOCK); \
         if (rest) { \
             floats r[VECTORS] __attribute__((aligned(64))); \
@@ -437,7 +525,7 @@ INLINE size_t last_parameters(const Form *f, int64_t whole, int rest, size_t *pl
             size_t place = 0, stored = last_parameters(f, whole, rest, &place); \
             memcpy(packed, codes + whole * size, (size_t)(size == BLOCK ? coded(f, rest) : size)); \
             memcpy(last, (const char *)parameters + place, stored); \
-            decode_block(f, packed, last, r, 0); \
+            decode_block(f, KIND_OF(f), packed, last, r, 0); \
             store_block_##D(r, MEAN_AT(whole), padded); \
             memcpy(x + whole * BLOCK, padded, (size_t)rest * sizeof(D)); \
         } \

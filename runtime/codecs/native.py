@@ -1,8 +1,9 @@
 """Builds kernels.c with the machine's C compiler and calls it: the group codecs on CPU, one pass each.
 
 torch.compile was measured first: on a bfloat16 [1024, 2752] tensor and one thread its int8 kernels took 0.54 and
-0.27 ms and 4 to 15 s to compile, these take 0.23 and 0.18 ms and 1 s, where the GEMM takes 5.9 ms and plain torch
-8 to 14 ms. The library is built once per process into a private folder that is removed as soon as it is loaded.
+0.27 ms and 4 to 15 s to compile, plain torch 8 to 14 ms; these take 0.30 and 0.18 ms and 2 s where the machine has
+AVX-512 (docs/log.md has more). The library is built once per process into a private folder that is removed as soon as
+it is loaded.
 """
 
 from __future__ import annotations
