@@ -52,9 +52,16 @@ def part_modules(layer: nn.Module) -> tuple[nn.Module, ...]:
     return _children(layer, (*_FRONT, *_LAST))
 
 
-def last_modules(layer: nn.Module) -> tuple[nn.Module, ...]:
-    """The modules of a LoRA layer whose results are scaled and added."""
-    return _children(layer, _LAST)
+def parts_of(layer: nn.Module, adapter: str) -> list[nn.Module]:
+    """Of one adapter what runs one after the other: dropout, where it has one, lora_A and lora_B. None without it."""
+    parts = []
+    for name in (*_FRONT, *_LAST):
+        part = layer._modules[name]._modules.get(adapter)  # type: ignore[union-attr]
+        if part is None:
+            return []
+        if not isinstance(part, nn.Identity):
+            parts.append(part)
+    return parts
 
 
 def _children(module: nn.Module, names: tuple[str, ...]) -> tuple[nn.Module, ...]:

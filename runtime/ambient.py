@@ -14,21 +14,22 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 if TYPE_CHECKING:
     from hilore.runtime.frame import Frame
+    from hilore.runtime.heldframe import HeldFrame
 
 
 class _Running(threading.local):
-    frame: Frame | None = None
+    frame: Frame | HeldFrame | None = None
 
 
 running = _Running()
 
 
 class RunningAs:
-    """Make ``frame`` the one that unit calls belong to."""
+    """Make ``frame`` the one that unit calls belong to; with None they belong to none."""
 
     __slots__ = ("_before", "_frame")
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame | HeldFrame | None) -> None:
         self._frame = frame
 
     def __enter__(self) -> None:

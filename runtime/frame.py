@@ -13,16 +13,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hilore.runtime.adaptersum import run_adapted, run_adapted_again
 from hilore.runtime.ambient import AutocastState, ModuleModes, RandomState, RunningAs, device_type_of, tensors_in
 from hilore.runtime.audit import perturb
 from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
-from hilore.runtime.rerun import run_again
 from hilore.runtime.saved import Entry, mutated, version_of
 from hilore.runtime.slots import Direct, Slot, is_parameter
 from hilore.runtime.unit import UnitRecord
@@ -119,6 +120,9 @@ class Frame:
             return self._replayed_call(unit_name, call, args, kwargs)
         if unit_name == self.split_at:
             self.late_from = len(self.slots)
+        unit = self.region.units[unit_name]
+        if unit.front:
+            call = partial(run_adapted, unit, call)
         if unit_name not in self.recordable:
             return call(*args, **kwargs)
         if unit_name in self.records:
@@ -128,7 +132,6 @@ class Frame:
                 unit=unit_name,
             )
         action = self.actions[unit_name]
-        unit = self.region.units[unit_name]
         record = UnitRecord(self.region_name, unit, late=self._in_late_part, kept=action.kept)
         self.records[unit_name] = record
         self.record = record
@@ -256,7 +259,7 @@ class Frame:
     ) -> Any:
         record = self.records.get(unit_name)
         if record is None:
-            return run_again(self.region.units[unit_name], call, args, kwargs)
+            return run_adapted_again(self.region.units[unit_name], call, *args, **kwargs)
         if unit_name in self._answered:
             raise self.mismatch(f"{unit_name} was called twice")
         self._answered.add(unit_name)
@@ -283,7 +286,7 @@ class Frame:
         self.record = record
         self._entry_cursor = 0
         try:
-            result = run_again(record.unit, call, args, kwargs)
+            result = run_adapted_again(record.unit, call, *args, **kwargs)
         finally:
             self.record = None
         if self._entry_cursor != len(record.entries):

@@ -16,6 +16,7 @@ from hilore.runtime.bind import refuse_foreign_hooks, same_units
 from hilore.runtime.errors import FingerprintError, PlanSwitchError, UnsupportedModelError
 from hilore.runtime.fingerprint import check_fingerprint, model_fingerprint
 from hilore.runtime.frame import Frame
+from hilore.runtime.heldframe import HeldFrame
 from hilore.runtime.huggingface import (
     ENABLED,
     FUNCTION,
@@ -158,7 +159,7 @@ class Runtime:
         try:
             if choice.holds(region):
                 self.stats.held += 1
-                result = call(*args, **kwargs)
+                result = HeldFrame(region).run(call, args, kwargs)
             else:
                 frame = Frame(region, choice, call, args, kwargs)
                 self.stats.frame_opened(frame)

@@ -14,7 +14,7 @@ from hilore.runtime.adapter import Known, front_modules
 from hilore.runtime.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from hilore.runtime.rerun import Sum
+    from hilore.runtime.adaptersum import Sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class UnitBinding:
     """A unit of the plan bound to the model. ``module`` runs the call (attention: the module that calls it).
 
     ``front``: of a linear with its adapter the modules that a replay may run although the unit is left out.
-    ``derivations`` and ``sums``: what earlier calls showed (runtime/derive.py, rerun.py). ``encodings`` counts outputs
-    encoded since attach: stochastic rounding falls differently each time, and the same in every run. ``parts``: the
-    modules that hold its parameters and buffers.
+    ``derivations`` and ``sums``: what earlier calls showed (runtime/derive.py, adaptersum.py). ``encodings`` counts
+    outputs encoded since attach: stochastic rounding falls differently each time, and the same in every run.
+    ``parts``: the modules that hold its parameters and buffers.
     """
 
     name: str
