@@ -69,7 +69,7 @@ def assemble(
         constant_ns=outside.forward_ns
         + outside.backward_ns
         + outside.optimizer_ns
-        + sum(region_class.forward_ns + region_class.backward_ns for region_class in classes),
+        + sum(each.forward_ns + each.backward_ns + each.plan_extra_ns for each in classes),
         budget_bytes=budget_bytes,
         risk_limit=limit,
         head_forward_bytes=outside.head_forward_bytes,

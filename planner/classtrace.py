@@ -11,7 +11,13 @@ from hilore.planner.actor import Actor
 from hilore.planner.capture import Capture, UnitGraph
 from hilore.planner.estimate import Bench, Target, kernels, timed_kernels
 from hilore.planner.head import policy_logps
-from hilore.planner.instrument import RegionBytes, measure_checkpointed, measure_held, measure_keep_set
+from hilore.planner.instrument import (
+    RegionBytes,
+    measure_checkpointed,
+    measure_held,
+    measure_keep_set,
+    measure_plain,
+)
 from hilore.planner.keepsets import split_unit, worthwhile_sets
 from hilore.planner.liveness import dead_in_late_stage, running_units
 from hilore.planner.microbatch import Microbatch
@@ -98,6 +104,7 @@ def _bytes(
     with setting.fake.faked(), attention_wrapped(base_model(setting.fake.model)):
         exist, autocast = setting.gradients_exist, setting.fake.autocast
         held = measure_held(runner, gradients_exist=exist, autocast=autocast)
+        plain = measure_plain(runner, gradients_exist=exist, autocast=autocast)
         checkpointed = measure_checkpointed(runner, gradients_exist=exist, autocast=autocast)
         measured = _keep_sets(setting, runner, units, sets, named)
     return RegionClass(
@@ -113,6 +120,8 @@ def _bytes(
         gradient_bytes=0 if setting.gradients_exist else held.gradient_bytes,
         split_at=split_unit(units),
         early_fixed_ns=times.early_fixed_ns,
+        plan_extra_ns=times.plan_extra_ns,
+        no_gc=plain.as_keep_set(tuple(unit.name for unit in units)) if runner.binding.adapted_units else None,
     )
 
 

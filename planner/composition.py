@@ -75,7 +75,7 @@ def reference_compositions(trace: Trace, bucket: Bucket, *, gc: bool) -> tuple[C
     """The same for plain checkpointing (``gc``) or for none."""
     parts, costs = [], []
     for region, known in zip(bucket.regions, _classes(bucket), strict=True):
-        used = known.gc if gc else known.hold
+        used = known.gc if gc else known.without_checkpointing
         parts.append(exact_parts(region.name, known, used, held=not gc))
         costs.append(exact_cost(region.name, known, used, 0))
     return _compositions(trace, bucket, parts, costs, demoted=False)

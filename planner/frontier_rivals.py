@@ -60,7 +60,7 @@ def _costs(bucket: Bucket, replayed: Replayed, held: Collection[int]) -> list[Re
     for place, region in enumerate(bucket.regions):
         region_class = bucket.classes[region.class_index]
         if place in held:
-            costs.append(exact_cost(region.name, region_class, region_class.hold, 0))
+            costs.append(exact_cost(region.name, region_class, region_class.without_checkpointing, 0))
         else:
             costs.append(replayed(region.name, region_class))
     return costs

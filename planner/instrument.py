@@ -66,7 +66,12 @@ def measure_keep_set(
 
 
 def measure_held(runner: RegionRunner, *, gradients_exist: bool, autocast: Autocast = nullcontext) -> RegionBytes:
-    """Memory of the region when autograd keeps all."""
+    """Memory of the region when a plan holds it."""
+    return _measure(runner, runner.held, gradients_exist, autocast)
+
+
+def measure_plain(runner: RegionRunner, *, gradients_exist: bool, autocast: Autocast = nullcontext) -> RegionBytes:
+    """Memory of the region without a plan or checkpointing."""
     return _measure(runner, runner.call, gradients_exist, autocast)
 
 

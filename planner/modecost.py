@@ -26,7 +26,7 @@ def exact_cost(name: str, region_class: RegionClass, used: KeepSet, replay_ns: i
         replay_ns,
         0,
         used.cast_bytes,
-        held=used is region_class.hold,
+        held=used is region_class.hold or used is region_class.no_gc,
     )
 
 

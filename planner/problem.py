@@ -86,7 +86,7 @@ class Problem:
 
     Memory events, in order: forward of region i; head; backward of region i from last to first; tail; optimizer.
     ``base_bytes`` = fixed + what is live before the first region. ``constant_ns`` = forward + head + backward +
-    optimizer: the step time without replays and codecs.
+    optimizer: the step time without replays and codecs, under a plan.
     """
 
     regions: tuple[RegionProblem, ...]

@@ -83,10 +83,14 @@ def timed(run: Callable[[], object], clock: Clock, *, warm_up_runs: int = WARM_U
 
 @dataclass(frozen=True, slots=True)
 class RegionTimes:
-    """``run_ns`` of each unit by relative name; ``outputs``: one output per unit, for timing codecs on real values."""
+    """``run_ns`` of each unit by relative name; ``outputs``: one output per unit, for timing codecs on real values.
+
+    ``plan_extra_ns``: what forward and backward take more under a plan, replays aside (trace.RegionClass).
+    """
 
     forward_ns: int
     backward_ns: int
+    plan_extra_ns: int
     run_ns: dict[str, int]
     replay_fixed_ns: int
     gc_replay_ns: int
@@ -109,6 +113,7 @@ def time_region(
     plain = runner.without_units()
     kept = [name for name in runner.units if name not in left_out]
     samples: dict[str, list[int]] = {key: [] for key in ("forward", "backward", "fixed", "all", "gc", "early")}
+    plan_extra: list[int] = []
     units: dict[str, list[int]] = {name: [] for name in runner.units}
     outputs: dict[str, torch.Tensor] = {}
     for turn in range(warm_up_runs + repeats):
@@ -118,19 +123,18 @@ def time_region(
             forward_ns = clock() - began
         # What a unit costs in a replay counts; of one that no replay runs to its end, the forward's time stands.
         unit_ns = stopwatch.took_ns | _units_in_a_replay(runner, clock)
-        root = output.float().sum()
-        began = clock()
-        root.backward()  # type: ignore[no-untyped-call]
-        backward_ns = clock() - began
-        fixed_ns = _replay(runner, kept, left_out, clock)
-        all_ns = _replay(runner, (), left_out, clock)
-        gc_ns = _replay(plain, (), frozenset(), clock)
-        early_ns = _replay(runner, kept, left_out, clock, Split(split_at, ())) if split_at else 0
+        backward_ns = _backward(output, clock)
+        extra_ns = _backward_under_a_plan(runner, clock) - backward_ns - _forward(runner, clock)
+        framed_ns, fixed_ns = _replay(runner, kept, left_out, clock)
+        _, all_ns = _replay(runner, (), left_out, clock)
+        _, gc_ns = _replay(plain, (), frozenset(), clock)
+        _, early_ns = _replay(runner, kept, left_out, clock, Split(split_at, ())) if split_at else (0, 0)
         if turn < warm_up_runs:
             continue
         outputs = stopwatch.outputs
         for key, value in zip(samples, (forward_ns, backward_ns, fixed_ns, all_ns, gc_ns, early_ns), strict=True):
             samples[key].append(value)
+        plan_extra.append(framed_ns + extra_ns)
         for name, took in unit_ns.items():
             units[name].append(took)
     for parameter in runner.binding.module.parameters():
@@ -141,6 +145,7 @@ def time_region(
     return RegionTimes(
         timings["forward"].median_ns,
         timings["backward"].median_ns,
+        round(statistics.median(plan_extra)),
         run_ns,
         timings["fixed"].median_ns,
         timings["gc"].median_ns,
@@ -188,15 +193,39 @@ def codec_costs(
 
 def _replay(
     runner: RegionRunner, kept: Iterable[str], dead: frozenset[str], clock: Clock, split: Split | None = None
-) -> int:
-    """One replay of the region; with ``split`` its second stage alone."""
+) -> tuple[int, int]:
+    """A planned forward of the region, and its replay; with ``split`` the replay's second stage alone."""
     frame = runner.frame(kept, dead, runner.inputs.fresh_boundary(), split)
+    began = clock()
     output = frame.run()
+    forward_ns = clock() - began
     began = clock()
     frame.replay(late=split is None)
+    replay_ns = clock() - began
+    del output
+    return forward_ns, replay_ns
+
+
+def _forward(runner: RegionRunner, clock: Clock) -> int:
+    """The region's forward without anything of ours."""
+    boundary = runner.inputs.fresh_boundary()
+    began = clock()
+    output = runner.call(boundary)
     took = clock() - began
     del output
     return took
+
+
+def _backward(output: torch.Tensor, clock: Clock) -> int:
+    root = output.float().sum()
+    began = clock()
+    root.backward()  # type: ignore[no-untyped-call]
+    return clock() - began
+
+
+def _backward_under_a_plan(runner: RegionRunner, clock: Clock) -> int:
+    """The backward of what a plan's forward records, without a replay: that of a held region."""
+    return _backward(runner.held(runner.inputs.fresh_boundary()), clock)
 
 
 def _units_in_a_replay(runner: RegionRunner, clock: Clock) -> dict[str, int]:

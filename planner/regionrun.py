@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from hilore.runtime.errors import UnsupportedModelError
 from hilore.runtime.frame import Frame
+from hilore.runtime.heldframe import HeldFrame
 from hilore.runtime.huggingface import unwrap_attention, wrap_attention
 from hilore.runtime.region import ATTENTION, Action, Choice, RegionActions, RegionBinding
 from hilore.runtime.stats import Stats
@@ -113,8 +114,13 @@ class RegionRunner:
         return cls(binding, inputs, bound)
 
     def call(self, boundary: torch.Tensor) -> torch.Tensor:
-        """The region's forward as it is (held)."""
+        """The region's forward as it is."""
         return _first_tensor(self.binding.module(boundary, *self.inputs.args, **self.inputs.kwargs))
+
+    def held(self, boundary: torch.Tensor) -> torch.Tensor:
+        """The region's forward where a plan holds it."""
+        output: torch.Tensor = HeldFrame(self.binding).run(self.call, (boundary,), {})
+        return output
 
     def frame(
         self,

@@ -233,6 +233,7 @@ def _shard_class(
         name=name,
         keep_sets=tuple(map(shard, region_class.keep_sets)),
         hold=shard(region_class.hold),
+        no_gc=shard(region_class.no_gc) if region_class.no_gc is not None else None,
         gc=shard(region_class.gc),
         gradient_bytes=0 if accumulates else group.reduced,
         sharded=_sharded_bytes(sharding, group, around, boundary),

@@ -132,11 +132,15 @@ class RegionClass:
     """Regions with the same structure, shapes and dtypes.
 
     ``keep_sets`` holds the subsets of keepable units that can be worth a decision, always among them the empty one.
-    ``hold`` is the held region (``kept`` then names all units). ``gc`` is Hugging Face's checkpointing, which also
-    runs dead calls: the reference point, never a choice.
+    ``hold`` is the region that a plan holds (``kept`` then names all units). ``gc`` is Hugging Face's checkpointing,
+    which also runs dead calls, and ``no_gc`` the region without a plan or checkpointing (None: as ``hold``):
+    references, never a choice.
     ``replay_fixed_ns``: a replay in which no unit runs (glue, bookkeeping). ``gc_replay_ns``: one of GC.
     ``split_at``: the unit before which a replay can be split into two stages (plan.RegionPlan), '' where it cannot;
     ``early_fixed_ns``: the glue of the second stage, which a split replay runs twice. ``sharded``: None without FSDP2.
+    ``plan_extra_ns``: what forward and backward take more under a plan, replays aside: the runtime's bookkeeping less
+    the passes over memory that linears with adapters save (runtime/adaptersum.py); below 0 where these are more.
+    0 in traces of earlier versions.
     """
 
     name: str
@@ -152,6 +156,13 @@ class RegionClass:
     split_at: str = ""
     early_fixed_ns: int = 0
     sharded: ShardedBytes | None = None
+    plan_extra_ns: int = 0
+    no_gc: KeepSet | None = None
+
+    @property
+    def without_checkpointing(self) -> KeepSet:
+        """``no_gc``, or what is the same."""
+        return self.no_gc or self.hold
 
 
 @dataclass(frozen=True, slots=True)

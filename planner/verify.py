@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from hilore.planner.events import Event, RegionCost, Surroundings, events, without_boundary
@@ -88,7 +89,9 @@ def verify_modes(trace: Trace, bucket: Bucket, regions: Sequence[RegionPlan], *,
         costs.append(region_cost(region, bucket.classes[known.class_index], risk))
     held_without = regions[0].hold and not bucket.classes[bucket.regions[0].class_index].hold.keeps_boundary
     costs[0] = without_boundary(costs[0], bucket.outside.leaf_boundary_bytes, held=held_without)
-    return _verified(surroundings(trace, bucket), costs)
+    around = surroundings(trace, bucket)
+    planned_ns = sum(bucket.classes[known.class_index].plan_extra_ns for known in bucket.regions)
+    return _verified(replace(around, constant_ns=around.constant_ns + planned_ns), costs)
 
 
 def linear_risk(trace: Trace, bucket: Bucket, regions: Sequence[RegionPlan]) -> float:
@@ -100,7 +103,7 @@ def linear_risk(trace: Trace, bucket: Bucket, regions: Sequence[RegionPlan]) -> 
 
 
 def surroundings(trace: Trace, bucket: Bucket) -> Surroundings:
-    """What no plan changes, of one length bucket."""
+    """What no plan changes, of one length bucket, without what a plan's forward and backward take more."""
     outside = bucket.outside
     constant_ns = outside.forward_ns + outside.backward_ns + outside.optimizer_ns
     for region in bucket.regions:
@@ -144,7 +147,7 @@ def _references(bucket: Bucket, *, gc: bool) -> list[RegionCost]:
     costs = []
     for region in bucket.regions:
         region_class = bucket.classes[region.class_index]
-        used = region_class.gc if gc else region_class.hold
+        used = region_class.gc if gc else region_class.without_checkpointing
         replay_ns = region_class.gc_replay_ns if gc else 0
         costs.append(exact_cost(region.name, region_class, used, replay_ns))
     first = bucket.classes[bucket.regions[0].class_index]

@@ -99,9 +99,9 @@ def test_a_unit_whose_first_call_takes_50_ms() -> None:
 
 def test_one_measurement_of_many_that_spreads_is_the_spread() -> None:
     clock = FakeClock()
-    # Per turn: forward, a timed frame's forward and replay, the fixed replay's forward, forward and replay of an all-R
-    # frame, GC's forward and replay.
-    unit = Takes(clock, itertools.chain.from_iterable([turn, 1, 1, 1, 1, 1, 1, 1] for turn in (1, 2, 3)))
+    # Per turn: forward, a timed frame's forward and replay, a held forward, a plain one, the fixed replay's forward,
+    # forward and replay of an all-R frame, GC's forward and replay.
+    unit = Takes(clock, itertools.chain.from_iterable([turn, 1, 1, 1, 1, 1, 1, 1, 1, 1] for turn in (1, 2, 3)))
     region = nn.Sequential(unit).train()
     runner = RegionRunner.of("region", region, RegionInputs(torch.randn(4, 64), True, (), {}), {"0": ("linear", unit)})
     found = time_region(runner, (), clock, warm_up_runs=0, repeats=3)
