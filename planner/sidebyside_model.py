@@ -16,6 +16,7 @@ from hilore.planner.sidebyside_policies import (
     GRAINS,
     Ceiling,
     Solved,
+    all_held,
     best_blocks,
     ceilings,
     every_n_layers,
@@ -93,7 +94,7 @@ def measure_model(spec: ModelSpec, options: Options, progress: Progress) -> Mode
             command=options.command,
         )
     layers = len(checkpointed_layers(actor.model))
-    contenders = [*every_n_layers(layers)]
+    contenders = [all_held(trace), *every_n_layers(layers)]
     for limit in limits:
         contenders += [entry for entry in (*blocks, *plans) if entry.ceiling == limit.label]
     result = measure_policies(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hilore.planner.actor import Actor
 from hilore.planner.emit import SolveResult, solve_trace
+from hilore.planner.handmade import handmade_plan
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.rivals import HuggingFaceCheckpointing, PlanPolicy, checkpointed_layers, first_held, last_held
 from hilore.planner.sidebyside import Contender
@@ -53,6 +54,12 @@ def ceilings(gc_peak_bytes: int, *, hidden: int, tokens: int, layers: int) -> tu
 def every_n_layers(layers: int) -> tuple[Contender, ...]:
     """transformers' own option at its smallest step: every second layer is replayed. No ceiling: it has one peak."""
     return (Contender(HuggingFaceCheckpointing("every 2 layers", every_n_layers=2)),) if layers > 1 else ()
+
+
+def all_held(trace: Trace) -> Contender:
+    """A plan that replays nothing: No-GC with the runtime attached, so with adapters in fewer passes over memory."""
+    plan = handmade_plan(trace, lambda _region, _unit: "H", held=lambda _region: True, name="all-held")
+    return Contender(PlanPolicy("plan, all held", (plan,)))
 
 
 def best_blocks(

@@ -163,7 +163,7 @@ def test_quick_measures_every_policy_end_to_end(tmp_path: Path, capsys: pytest.C
     result = model["result"]
     rows = result["rows"]
     assert (result["rounds"], result["resamples"], result["breaches"]) == (3, Options().resamples, [])
-    assert [row["policy"] for row in rows[:3]] == ["GC", "No-GC", "every 2 layers"]
+    assert [row["policy"] for row in rows[:4]] == ["GC", "No-GC", "plan, all held", "every 2 layers"]
     for label in ("+0 d", "+2.5 d", "+5 d"):
         names = [row["policy"] for row in rows if row["ceiling"] == label]
         assert names[0].startswith("best block")
