@@ -62,7 +62,7 @@ class OverheadReport:
 
 
 def measure_overhead(spec: ModelSpec, options: Options, progress: Progress) -> OverheadReport:
-    """Full fine-tuning of the actor of ``spec``, whatever its adapter; nothing is encoded, so no errors are measured."""
+    """Full fine-tuning of the actor of ``spec``, whatever its adapter; no errors, as nothing is encoded."""
     spec = full_fine_tuning(spec)
     spec = replace(spec, calibration=replace(spec.calibration, source="prior"))
     with fixed_conditions(options.threads):
