@@ -59,7 +59,9 @@ class _AddScaled(torch.autograd.Function):
             total.add_(term, alpha=scaling)
         else:
             total.add_(term.mul_(scaling))
-        ctx.save_for_backward(a, last)
+        _, wants_a, wants_last = ctx.needs_input_grad[:3]
+        ctx.save_for_backward(a if wants_last else None, last if wants_a else None)
+        ctx.a_dtype, ctx.last_dtype = a.dtype, last.dtype
         ctx.scaling, ctx.compute, ctx.term_dtype = scaling, compute, term.dtype
         return total
 
@@ -75,9 +77,9 @@ class _AddScaled(torch.autograd.Function):
                 term = term * ctx.scaling
             factor = ctx.scaling if ctx.folds else 1.0
             if wants_a:
-                for_a = _scaled(_times(term, _cast(last, ctx.compute)), factor).to(a.dtype)
+                for_a = _scaled(_times(term, _cast(last, ctx.compute)), factor).to(ctx.a_dtype)
             if wants_last:
-                for_last = _scaled(_rows(term).t().mm(_rows(_cast(a, ctx.compute))), factor).to(last.dtype)
+                for_last = _scaled(_rows(term).t().mm(_rows(_cast(a, ctx.compute))), factor).to(ctx.last_dtype)
         return grad, for_a, for_last, None, None
 
 
@@ -146,32 +148,33 @@ def _known_sum(
 ) -> Sum | None:
     layer: Any = unit.module
     adapters = tuple(layer.active_adapters)
-    if kwargs or len(args) != 1 or len(adapters) != 1 or not _products_alone(layer, adapters[0]):
+    if kwargs or len(args) != 1 or args[0].dim() < 2 or len(adapters) != 1:
+        return None
+    parts = parts_of(layer, adapters[0])
+    if not parts or getattr(layer, "lora_variant", None) or not _products_alone(layer.base_layer, parts[-1]):
         return None
     (x,) = args
     kind = x.device.type
     compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     casts = getattr(layer, "cast_input_dtype_enabled", True)
     scaling = layer.scaling[adapters[0]]
-    key = (x.dtype, compute, casts, layer.disable_adapters, layer.merged, adapters[0], scaling)
+    dtypes = (x.dtype, compute, *(part.weight.dtype for part in parts[-2:]))
+    key = (*dtypes, casts, layer.disable_adapters, layer.merged, adapters[0], scaling)
     if key not in unit.sums:
         unit.sums[key] = _Probe(layer, call, x, adapters[0], compute).sum_of(scaling)
     return unit.sums[key]
 
 
-def _products_alone(layer: nn.Module, adapter: str) -> bool:
+def _products_alone(base: nn.Module, last: Any) -> bool:
     """Whether the frozen linear and lora_B are nothing but their matrix products now.
 
     Nobody else then holds the frozen one's output, which takes the sum.
     """
-    parts = parts_of(layer, adapter)
-    if not parts or parts[-1].bias is not None:
-        return False
-    for linear in (layer.base_layer, parts[-1]):
+    for linear in (base, last):
         hooked = linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks
         if type(linear) is not nn.Linear or hooked or linear._backward_pre_hooks or "forward" in vars(linear):
             return False
-    return True
+    return last.bias is None
 
 
 class _Probe:
@@ -221,19 +224,25 @@ class _Probe:
             result = forward()
         if isinstance(self._x, FakeTensor) or not result.requires_grad:
             return [result]
-        inputs = [self._x, *(p for part in self._parts for p in part.parameters() if p.requires_grad)]
+        weights = (getattr(part, "weight", None) for part in self._parts)
+        inputs = [self._x, *(weight for weight in weights if weight is not None and weight.requires_grad)]
         grads = torch.autograd.grad(result, inputs, _values_like(result), materialize_grads=True)
         return [result.detach(), *grads]
 
     @contextmanager
     def _made_up(self) -> Iterator[None]:
-        """Other values in lora_B's weight, put where the module looks it up: no optimizer or reducer sees them."""
+        """Copies of the parts' weights where they look them up, lora_B's with other values: no optimizer, reducer or
+        hook of a parameter sees the probe."""
         before: list[tuple[dict[str, Any], torch.Tensor]] = []
-        for last in () if isinstance(self._x, FakeTensor) else parts_of(self._layer, self._adapter)[-1:]:
-            held_in: dict[str, Any] = last._parameters if "weight" in last._parameters else vars(last)
-            weight = held_in["weight"]
+        parts = [] if isinstance(self._x, FakeTensor) else parts_of(self._layer, self._adapter)
+        for part in parts:
+            held_in: dict[str, Any] = part._parameters if "weight" in part._parameters else vars(part)
+            weight = held_in.get("weight")
+            if weight is None:
+                continue
             before.append((held_in, weight))
-            held_in["weight"] = _values_like(weight).requires_grad_(weight.requires_grad)
+            values = _values_like(weight) if part is parts[-1] else weight.detach().clone()
+            held_in["weight"] = values.requires_grad_(weight.requires_grad)
         try:
             yield
         finally:
@@ -272,8 +281,9 @@ class _Probe:
 
 
 def _values_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the same layout too."""
     values = torch.arange(tensor.numel(), device=tensor.device).mul(1.7).sin()
-    return values.to(tensor.dtype).reshape(tensor.shape)
+    return torch.empty_like(tensor, requires_grad=False).copy_(values.reshape(tensor.shape))
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

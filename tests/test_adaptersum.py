@@ -295,6 +295,66 @@ def test_same_bits_too_where(change: str) -> None:
     assert known_of(ours) == [Sum, Sum]
 
 
+def test_an_adapter_that_is_cast_or_becomes_another_variant_is_seen() -> None:
+    model = models.qwen2_tiny_lora(dropout=0.0)
+    layer, unit, x = model.get_submodule(LAYER), bound(model), x_for(model)
+    run_adapted(unit, layer.forward, x)
+    layer.lora_A.to(torch.bfloat16)
+    layer.lora_B.to(torch.bfloat16)
+    assert torch.equal(run_adapted(unit, layer.forward, x), layer(x))
+    assert len(unit.sums) == 2
+
+    class Twice:
+        @staticmethod
+        def forward(module: nn.Module, result: torch.Tensor, **_: Any) -> torch.Tensor:
+            return result * 2
+
+    layer.lora_variant["default"] = Twice()
+    assert torch.equal(run_adapted(unit, layer.forward, x), layer.base_layer(x) * 2)
+    del layer.lora_variant["default"]
+
+
+def test_one_dimension_runs_as_it_is() -> None:
+    model = models.qwen2_tiny_lora(dropout=0.0)
+    layer, unit, x = model.get_submodule(LAYER), bound(model), x_for(model)[0, 0]
+    assert torch.equal(run_adapted(unit, layer.forward, x), layer(x))
+    assert not unit.sums
+
+
+@pytest.mark.parametrize("frozen", ["lora_A", "lora_B"])
+def test_nothing_is_saved_for_gradients_that_nobody_wants(frozen: str) -> None:
+    model = models.qwen2_tiny_lora(dropout=0.0)
+    own, ours = both(model)
+    for name in NAMES:
+        model.get_submodule(LAYER.replace("up_proj", name))._modules[frozen].requires_grad_(False)
+    results(model, ours, x_for(model))
+    saved: list[list[int]] = []
+    for runs in (own, ours):
+        shapes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, into=shapes: into.append(t.numel()) or t, lambda t: t):
+            expected = results(model, runs, x_for(model))
+        saved.append(sorted(set(shapes)))
+        assert_same(results(model, ours, x_for(model)), expected)
+    assert set(saved[1]) <= set(saved[0])
+
+
+def test_a_weight_that_lies_column_by_column() -> None:
+    model = models.qwen2_tiny_lora(dropout=0.0)
+    for name in NAMES:
+        weight = model.get_submodule(LAYER.replace("up_proj", name)).lora_B["default"].weight
+        weight.data = weight.data.t().contiguous().t()
+    own, ours = both(model)
+    assert_same(results(model, ours, x_for(model)), results(model, own, x_for(model)))
+
+
+def test_hooks_of_parameters_do_not_see_the_probe() -> None:
+    model = models.qwen2_tiny_lora(dropout=0.0)
+    layer, (_, (_, ours)), calls = model.get_submodule(LAYER), both(model), []
+    layer.lora_A["default"].weight.register_hook(lambda grad: calls.append(grad))
+    ours(x_for(model)).sum().backward()
+    assert len(calls) == 1
+
+
 def test_the_probe_leaves_nothing_behind() -> None:
     model = models.qwen2_tiny_lora(dropout=0.3)
     layer, (_, (_, ours)) = model.get_submodule(LAYER), both(model)
