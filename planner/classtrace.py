@@ -104,7 +104,9 @@ def _bytes(
     with setting.fake.faked(), attention_wrapped(base_model(setting.fake.model)):
         exist, autocast = setting.gradients_exist, setting.fake.autocast
         held = measure_held(runner, gradients_exist=exist, autocast=autocast)
-        plain = measure_plain(runner, gradients_exist=exist, autocast=autocast)
+        # Without adapters a held region is what it is without a plan.
+        adapted = bool(runner.binding.adapted_units)
+        plain = measure_plain(runner, gradients_exist=exist, autocast=autocast) if adapted else None
         checkpointed = measure_checkpointed(runner, gradients_exist=exist, autocast=autocast)
         measured = _keep_sets(setting, runner, units, sets, named)
     return RegionClass(
@@ -121,7 +123,7 @@ def _bytes(
         split_at=split_unit(units),
         early_fixed_ns=times.early_fixed_ns,
         plan_extra_ns=times.plan_extra_ns,
-        no_gc=plain.as_keep_set(tuple(unit.name for unit in units)) if runner.binding.adapted_units else None,
+        no_gc=plain.as_keep_set(tuple(unit.name for unit in units)) if plain is not None else None,
     )
 
 

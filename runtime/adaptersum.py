@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,6 +130,11 @@ class Sum:
             a = part(a)
         total: torch.Tensor = _AddScaled.apply(base, a, last.weight, self.scaling, self.compute)  # type: ignore[no-untyped-call]
         return total
+
+
+def adapted(unit: UnitBinding, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``run_adapted`` as a call of its own; ``call`` itself for a unit without an adapter."""
+    return partial(run_adapted, unit, call) if unit.front else call
 
 
 def run_adapted(unit: UnitBinding, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,14 +13,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hilore.runtime.adaptersum import run_adapted, run_adapted_again
+from hilore.runtime.adaptersum import adapted, run_adapted_again
 from hilore.runtime.ambient import AutocastState, ModuleModes, RandomState, RunningAs, device_type_of, tensors_in
 from hilore.runtime.audit import perturb
 from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
@@ -62,8 +61,7 @@ class Frame:
         if self.split_at:
             self._intercepted |= {self.split_at}
         self.call = call
-        self.args = args
-        self.kwargs = kwargs
+        self.args, self.kwargs = args, kwargs
         inputs = tensors_in(args, kwargs)
         self.input_versions = [(t, version_of(t)) for t in inputs]
         device_type = device_type_of(inputs)
@@ -121,8 +119,7 @@ class Frame:
         if unit_name == self.split_at:
             self.late_from = len(self.slots)
         unit = self.region.units[unit_name]
-        if unit.front:
-            call = partial(run_adapted, unit, call)
+        call = adapted(unit, call)
         if unit_name not in self.recordable:
             return call(*args, **kwargs)
         if unit_name in self.records:

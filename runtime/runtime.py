@@ -49,13 +49,12 @@ class Runtime:
         self.agreement: Agreement | None = None
         self._alarm = False
         self._sharding = ShardingWatch(model, regions)
-        self._audit_calls = 0
+        self._audit_calls = self._next_region = 0
         self._index = {region.name: place for place, region in enumerate(regions)}
         self._compiled: dict[int, tuple[Plan, dict[str, RegionActions]]] = {}
         self._fixed: Plan | None = None
         self._open: list[Microbatch] = []
         self._forward: Choice | None = None
-        self._next_region = 0
         self._undo: list[Callable[[], None]] = []
         self._switches: list[CheckpointingSwitch] = []
 

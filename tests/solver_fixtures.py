@@ -146,7 +146,6 @@ def qwen_class(
         gradient_bytes=0,
         split_at="mlp.gate_proj" if split else "",
         early_fixed_ns=glue * 2 // 5 if split else 0,
-        plan_extra_ns=-(forward // 50),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from hilore.planner.build import build_problem
 from hilore.planner.composition import Composition, highest, plan_compositions
 from hilore.planner.configure import configurations
 from hilore.planner.events import RegionCost, Surroundings, events
@@ -151,6 +152,29 @@ def test_references_are_gc_and_held_regions() -> None:
     small = trace.buckets[0]
     assert reference_peaks(trace, small)[0] < gc
     assert reference_times(trace, small)[1] < no_gc_ns
+
+
+@pytest.mark.parametrize("extra_ns", [700, -300])
+def test_what_forward_takes_more_under_a_plan_is_in_plans_and_not_in_references(extra_ns: int) -> None:
+    plain = qwen_trace(layers=3)
+    bucket = plain.buckets[0]
+    layer = bucket.classes[0]
+    # A held region needs less under a plan than No-GC does.
+    held = replace(layer.hold, retained_bytes=layer.hold.retained_bytes - 64)
+    changed = replace(layer, plan_extra_ns=extra_ns, hold=held, no_gc=layer.hold)
+    trace = replace(plain, buckets=(replace(bucket, classes=(changed,)),))
+    assert reference_times(trace) == reference_times(plain)
+    assert reference_peaks(trace) == reference_peaks(plain)
+    modes = {unit.name: "R" for unit in layer.units}
+    regions = tuple(region_plan(layer, modes, name=region.name) for region in bucket.regions)
+    before, after = (verify_modes(t, t.buckets[0], regions) for t in (plain, trace))
+    assert after.step_ns - before.step_ns == 3 * extra_ns
+    built = [
+        build_problem(t, t.buckets[0], budget_bytes=10**12, delta=0.0, psi_high=1.0, granularity="unit")
+        for t in (plain, trace)
+    ]
+    assert built[1].constant_ns - built[0].constant_ns == 3 * extra_ns
+    assert built[1].constant_ns + after.extra_ns == after.step_ns
 
 
 def plan_of(trace_layers: int = 2) -> tuple[RegionPlan, ...]:

@@ -35,8 +35,7 @@ def test_status_gap_and_bound_hold_together_and_the_limit_is_kept(budget: int, l
     p = units400(budget)
     began = time.monotonic()
     solution = solve(p, time_limit_s=limit_s)
-    # Far more than it takes, also beside other work.
-    assert time.monotonic() - began <= limit_s + 10
+    assert time.monotonic() - began <= limit_s + 1
     assert solution.status in ("optimal", "feasible", "unknown")
     if solution.status != "unknown":
         found = verify(p, solution.choice)
