@@ -12,6 +12,7 @@ from hilore.planner.problem import RISK_SCALE, Configuration, Problem, RegionPro
 from hilore.planner.regionmenu import RegionMenu
 from hilore.planner.risks import RiskTable, Triple
 from hilore.planner.trace import Bucket, Calibration, RegionClass, Trace, UnitRisk
+from hilore.runtime.codecs import loses
 from hilore.runtime.errors import HiloreError, InternalError
 
 # Above every sum of risks: the null regime, where no gradient passes and any plan is exact.
@@ -41,8 +42,8 @@ def build_problem(
     """The problem of one regime, whose exposures go up to ``psi_high`` (0: the null regime), at allowance 1.
 
     ``budget_bytes`` is what the allocated peak may reach, less any margin already. ``delta`` is in units of
-    ``delta_star``; at 0 no configuration has an L unit, in any regime. Raises HiloreError for a negative ``delta``
-    or a trace that contradicts itself.
+    ``delta_star``; at 0 no configuration has an L unit whose codec changes values, in any regime. Raises HiloreError
+    for a negative ``delta`` or a trace that contradicts itself.
     """
     if not (math.isfinite(delta) and delta >= 0):
         raise HiloreError(f"delta {delta}: must be a finite number, 0 or more", delta=delta)
@@ -93,8 +94,8 @@ def build_regions(
     """Each region's configurations with their risk; regions with equal class and equal risks get equal ones.
 
     ``risk_free`` sets every risk to 0 (exposure 0). A unit and codec without an entry in the calibration for a region
-    is not offered at L there. ``offered`` remembers configurations between calls for the same bucket, ``lossy`` and
-    granularity.
+    is not offered at L there; lossless codecs always are. ``offered`` remembers configurations between calls for the
+    same bucket, ``lossy`` and granularity.
     """
     risks = _risks_by_region(trace.calibration) if lossy else {}
     contexts = any(risk.tainted is not None for risk in trace.calibration.risks)
@@ -167,16 +168,20 @@ def _risks_by_region(calibration: Calibration) -> dict[str, dict[Triple, UnitRis
 
 
 def _profile(region_class: RegionClass, entries: dict[Triple, UnitRisk], risk_free: bool) -> dict[Triple, Fraction]:
-    """kappa2 of each unit, codec and tainted set that may be at L in a region, units in order."""
+    """kappa2 of each unit, codec and tainted set that may be at L in a region, units in order; 0 of lossless codecs,
+    which no calibration measures."""
     known: dict[tuple[str, str], list[UnitRisk]] = {}
     for risk in entries.values():
         known.setdefault((risk.unit, risk.codec), []).append(risk)
-    return {
-        (risk.unit, risk.codec, risk.tainted): Fraction(0) if risk_free else Fraction(risk.kappa2)
-        for unit in region_class.units
-        for cost in unit.codecs
-        for risk in known.get((unit.name, cost.codec), ())
-    }
+    profile: dict[Triple, Fraction] = {}
+    for unit in region_class.units:
+        for cost in unit.codecs:
+            if not loses(cost.codec):
+                profile[unit.name, cost.codec, None] = Fraction(0)
+                continue
+            for risk in known.get((unit.name, cost.codec), ()):
+                profile[risk.unit, risk.codec, risk.tainted] = Fraction(0) if risk_free else Fraction(risk.kappa2)
+    return profile
 
 
 def _region_problem(

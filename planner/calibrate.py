@@ -218,7 +218,7 @@ class _Run:
             # Regions that can only be held may take more than this budget; random plans stand in.
             return ()
         plan = next(plan for plan in solved.plans if plan.regime.label == "high")
-        return (plan,) if plan.count("L") else ()
+        return (plan,) if plan.lossy else ()
 
     def _bound(
         self, measured: Sequence[MeasuredMicrobatch], plans: Sequence[ScoredPlan], observations: Sequence[Observation]

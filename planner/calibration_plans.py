@@ -16,6 +16,7 @@ from hilore.planner.configure import NEVER_LOSSY_KINDS
 from hilore.planner.handmade import handmade_plan
 from hilore.planner.taint import contexts_of, tainted_units
 from hilore.planner.trace import Bucket, RegionClass, Trace, UnitTrace
+from hilore.runtime.codecs import loses
 from hilore.runtime.plan import Plan, RegionPlan
 
 # In units of delta_star.
@@ -42,27 +43,31 @@ Expected = Callable[[LossyUnit], float]
 
 
 def lossy_units(bucket: Bucket, regions: Sequence[RegionPlan]) -> tuple[LossyUnit, ...]:
-    """All L units of a plan, in order."""
+    """All L units of a plan whose codec changes values, in order."""
     found = []
     for place, (region, known) in enumerate(zip(regions, bucket.regions, strict=True)):
         units = bucket.classes[known.class_index].units
         running = {plan.name for plan in region.units if plan.mode == "R" and not plan.dead}
         runs = {unit.name for unit in units if f"{region.name}.{unit.name}" in running}
         for unit, plan in zip(units, region.units, strict=True):
-            if plan.codec is not None:
+            if plan.codec is not None and loses(plan.codec):
                 tainted = tainted_units(units, unit.name, runs)
                 found.append(LossyUnit(place, unit.name, unit.kind, plan.codec, tainted))
     return tuple(found)
 
 
 def every_lossy_unit(bucket: Bucket) -> tuple[LossyUnit, ...]:
-    """Each unit, codec and context that a plan can have at L, in order; none of regions that can only be held."""
+    """Each unit, codec that changes values, and context that a plan can have, in order.
+
+    None of regions that can only be held.
+    """
     return tuple(
         LossyUnit(place, unit.name, unit.kind, cost.codec, tainted)
         for place, region in enumerate(bucket.regions)
         if not region.hold_only
         for unit in offering(bucket.classes[region.class_index])
         for cost in unit.codecs
+        if loses(cost.codec)
         for tainted in contexts_of(
             bucket.classes[region.class_index].units,
             [keep_set.kept for keep_set in bucket.classes[region.class_index].keep_sets],
@@ -72,9 +77,11 @@ def every_lossy_unit(bucket: Bucket) -> tuple[LossyUnit, ...]:
 
 
 def offering(region_class: RegionClass) -> tuple[UnitTrace, ...]:
-    """The units that may be at L."""
+    """The units that may be at L with a codec that changes values."""
     return tuple(
-        unit for unit in region_class.units if unit.keepable and unit.codecs and unit.kind not in NEVER_LOSSY_KINDS
+        unit
+        for unit in region_class.units
+        if unit.keepable and unit.kind not in NEVER_LOSSY_KINDS and any(loses(cost.codec) for cost in unit.codecs)
     )
 
 

@@ -119,7 +119,7 @@ def verify_plans(
 
 def error_limit(plan: Plan) -> float | None:
     """What the gradient error of an update may be (planner/regimes.py); None where nothing limits it."""
-    return plan_limit(plan) if plan.count("L") else None
+    return plan_limit(plan) if plan.lossy else None
 
 
 def _contender(plan: Plan, trace: Trace | None) -> Contender:

@@ -12,6 +12,7 @@ from hilore.planner.regimes import RegimeInterval
 from hilore.planner.solved import SolveRow
 from hilore.planner.trace import Bucket, Trace
 from hilore.planner.verify import linear_risk, reference_peaks, reference_times, verify, verify_modes
+from hilore.runtime.codecs import loses
 from hilore.runtime.errors import InternalError
 from hilore.runtime.plan import (
     SCHEMA_VERSION,
@@ -71,7 +72,7 @@ def make_plan(
         raise InternalError(f"{job.regime.label}: peak {recomputed.peak_bytes} over {options.ceiling_bytes} bytes")
     if recomputed.risk > job.problem.risk_limit:
         raise InternalError(f"{job.regime.label}: risk {recomputed.risk} over its limit {job.problem.risk_limit}")
-    if options.delta == 0 and any(unit.mode == "L" for region in regions for unit in region.units):
+    if options.delta == 0 and any(loses(unit.codec) for region in regions for unit in region.units):
         raise InternalError(f"{job.regime.label}: an L unit at delta 0")
     closed = within_gap(verified, solution.bound_ns, options.gap_percent)
     if (solution.status == "optimal") != closed:

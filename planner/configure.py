@@ -18,6 +18,7 @@ from hilore.planner.pareto import pareto
 from hilore.planner.problem import Configuration
 from hilore.planner.regionmodes import Assignment, Builder, held
 from hilore.planner.trace import CodecCost, RegionClass, UnitTrace
+from hilore.runtime.codecs import loses
 from hilore.runtime.errors import HiloreError
 
 GRANULARITIES = ("unit", "layer")
@@ -54,16 +55,16 @@ def offer(
     """All configurations of a region class that can be worth a decision.
 
     ``codecs`` holds the allowed pairs (unit name, codec name), None for all that the trace offers; ``lossy=False``
-    leaves L out. Keep sets that the trace measured with a split replay give configurations of their own. At granularity
-    ``"layer"`` a region is held, replayed whole, or encoded whole with one codec: each unit that offers it at L, the
-    other keepable ones at H, in the keep set that spares the most time. ``contexts``: the risk of an L unit depends
-    on which units a replay runs on its decoded value.
+    leaves codecs that change values out. Keep sets that the trace measured with a split replay give configurations of
+    their own. At granularity ``"layer"`` a region is held, replayed whole, or encoded whole with one codec: each unit
+    that offers it at L, the other keepable ones at H, in the keep set that spares the most time. ``contexts``: the
+    risk of an L unit depends on which units a replay runs on its decoded value.
     Raises HiloreError where the class contradicts itself.
     """
     if granularity not in GRANULARITIES:
         raise HiloreError(f"granularity {granularity!r}: one of {', '.join(GRANULARITIES)}", granularity=granularity)
     _check(region_class)
-    offers = {unit.name: _offers(unit, codecs) if lossy else () for unit in region_class.units}
+    offers = {unit.name: _offers(unit, codecs, lossy) for unit in region_class.units}
     builder = Builder(region_class)
     first = (builder.all_r(), held(region_class))
     if granularity == "layer":
@@ -86,10 +87,15 @@ def configurations(
     return offer(region_class, codecs=codecs, lossy=lossy, granularity=granularity).listed
 
 
-def _offers(unit: UnitTrace, allowed: Collection[tuple[str, str]] | None) -> tuple[CodecCost, ...]:
-    if not unit.keepable or unit.kind in NEVER_LOSSY_KINDS:
+def _offers(unit: UnitTrace, allowed: Collection[tuple[str, str]] | None, lossy: bool) -> tuple[CodecCost, ...]:
+    if not unit.keepable:
         return ()
-    return tuple(cost for cost in unit.codecs if allowed is None or (unit.name, cost.codec) in allowed)
+    lossy = lossy and unit.kind not in NEVER_LOSSY_KINDS
+    return tuple(
+        cost
+        for cost in unit.codecs
+        if (lossy or not loses(cost.codec)) and (allowed is None or (unit.name, cost.codec) in allowed)
+    )
 
 
 def _count(region_class: RegionClass, offers: dict[str, tuple[CodecCost, ...]]) -> int:

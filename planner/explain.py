@@ -20,6 +20,7 @@ from hilore.planner.regiontimes import region_times
 from hilore.planner.spec_rules import close_match
 from hilore.planner.trace import Bucket, CodecCost, RegionClass, Trace, UnitTrace
 from hilore.planner.verify import verify_modes
+from hilore.runtime.codecs import loses
 from hilore.runtime.errors import HiloreError
 from hilore.runtime.plan import Plan, RegionPlan, UnitPlan
 
@@ -186,7 +187,7 @@ def _not_offered(trace: Trace, region: RegionPlan, traced: UnitTrace, mode: Mode
         return ""
     if not traced.keepable:
         return traced.reason
-    if mode == "H":
+    if mode == "H" or not loses(codec):
         return ""
     if traced.kind in NEVER_LOSSY_KINDS:
         return f"{traced.kind} is never lossy: attention keeps what belongs to its exact value"

@@ -152,7 +152,7 @@ def measure_held_out(
         chosen = [candidate.plan_for(psi) for candidate in candidates]
         for column, plan in enumerate(chosen):
             tell("held-out updates", place * len(candidates) + column, len(batches) * len(candidates))
-            if plan is None or plan.count("L") == 0 or psi == 0:
+            if plan is None or not plan.lossy or psi == 0:
                 errors.append(instrument.sketcher.nothing())
                 continue
             key = f"error-{place}-{digest([asdict(region) for region in plan.regions])}"

@@ -49,7 +49,7 @@ def measure_native(
             plans = [candidate.plan_for(exact.exposure) for candidate in candidates]
             errors = [instrument.exact(reshuffled(batch)).distance(exact)]
             for plan in plans:
-                encodes = plan is not None and plan.count("L") > 0
+                encodes = plan is not None and plan.lossy
                 under = instrument.under(batch, plan) if plan is not None and encodes else exact
                 errors.append(under.distance(exact))
             found = {

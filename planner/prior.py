@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from hilore.planner.codec_law import estimated_error
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Bucket, Calibration, UnitRisk
-from hilore.runtime.codecs import get_codec
+from hilore.runtime.codecs import get_codec, loses
 from hilore.runtime.codecs.tokens import form_behind
 
 ERRORS: dict[str, dict[str, float]] = {
@@ -96,10 +96,11 @@ ASSUMED_FREQUENCIES = (0.25, 0.25, 0.25, 0.25)
 
 def prior_codecs(kind: str, spec: ModelSpec) -> tuple[str, ...]:
     """Codecs to offer to a unit kind: the default ones where model.yaml names none, or those of it whose error on this
-    kind is known or can be estimated, and which suit it."""
+    kind is known or can be estimated, and which suit it. Lossless ones suit every kind; which outputs they can hold is
+    seen when they are timed."""
     if spec.codecs is None:
         return DEFAULT_CODECS.get(kind, ())
-    return tuple(codec for codec in spec.codecs if prior_error(kind, codec) is not None)
+    return tuple(codec for codec in spec.codecs if not loses(codec) or prior_error(kind, codec) is not None)
 
 
 def prior_error(kind: str, codec: str) -> float | None:
@@ -120,8 +121,9 @@ def codec_notes(spec: ModelSpec, bucket: Bucket) -> tuple[str, ...]:
     notes = []
     if lossless:
         notes.append(
-            f"codecs: {', '.join(lossless)} offered to no unit: outputs of units are no upcasts, masks or integers; "
-            "casts and masks that a unit's own autograd saves are derived again and take no bytes at all"
+            f"codecs: {', '.join(lossless)} offered to no unit: no unit's output is what they can hold in fewer "
+            "bytes (bfloat16, upcasts of it, masks, integers); casts and masks that a unit's own autograd saves are "
+            "derived again and take no bytes at all"
         )
     if others := [codec for codec in missing if codec not in lossless]:
         notes.append(f"codecs: {', '.join(others)} offered to no unit: no unit kind here has a known error for it")
@@ -134,6 +136,8 @@ def calibration_from_prior(spec: ModelSpec, bucket: Bucket) -> Calibration:
     for region_class in bucket.classes:
         for unit in region_class.units:
             for cost in unit.codecs:
+                if not loses(cost.codec):
+                    continue
                 error = prior_error(unit.kind, cost.codec)
                 assert error is not None, (unit.kind, cost.codec)
                 errors.setdefault(unit.kind, {})[cost.codec] = error
@@ -150,6 +154,8 @@ def calibration_from_errors(
         share = _share(place, last)
         for unit in bucket.classes[region.class_index].units:
             for cost in unit.codecs:
+                if not loses(cost.codec):
+                    continue
                 error = errors[unit.kind][cost.codec] / 100 * MARGIN
                 risks.append(UnitRisk(region.name, unit.name, cost.codec, error**2 * share))
     return Calibration(

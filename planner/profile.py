@@ -170,13 +170,20 @@ def _added_up(run_ns: dict[str, int], running: Iterable[str], together_ns: int) 
 def codec_costs(
     output: torch.Tensor, names: Iterable[str], clock: Clock, *, repeats: int = REPEATS
 ) -> tuple[CodecCost, ...]:
-    """Encode and decode times of each codec on this output, its payload and its workspace on this device."""
+    """Encode and decode times of each codec on this output, its payload and its workspace on this device.
+
+    Lossless codecs that cannot hold the output in fewer bytes are left out.
+    """
     found = []
     warm_up(names := tuple(names), [output.dtype], output.device)
     with torch.no_grad():
         for name in names:
             codec = get_codec(name)
+            if codec.lossless and not codec.shrinks(output.shape, output.dtype):
+                continue
             encoded = codec.encode(output)
+            if codec.lossless and encoded.raw:
+                continue
             encode = timed(lambda codec=codec: codec.encode(output), clock, warm_up_runs=1, repeats=repeats)  # type: ignore[misc]
             decode = timed(
                 lambda codec=codec, encoded=encoded: codec.decode(encoded),  # type: ignore[misc]

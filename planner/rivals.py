@@ -38,7 +38,7 @@ class Choice:
 
     @property
     def lossy(self) -> bool:
-        return self.plan is not None and not self.demoted and self.plan.count("L") > 0
+        return self.plan is not None and not self.demoted and self.plan.lossy
 
 
 class Running:

@@ -114,6 +114,8 @@ def estimated_codec_costs(gpu: Gpu, output: Tensor, names: Iterable[str], device
     found = []
     for name in names:
         codec, shape = get_codec(name), tuple(output.shape)
+        if codec.lossless and not codec.shrinks(shape, output.dtype):
+            continue
         payload = codec.nbytes(shape, output.dtype)
         moved = payload + output.numel() * output.element_size()
         took = round(moved / gpu.bytes_per_second("codec") * 1e9) + gpu.launch_ns

@@ -15,6 +15,7 @@ from hilore.planner.events import Event, RegionCost, Surroundings, events, witho
 from hilore.planner.modecost import exact_cost, region_cost
 from hilore.planner.problem import RISK_SCALE, Problem, Verified
 from hilore.planner.trace import Bucket, RegionClass, Trace
+from hilore.runtime.codecs import loses
 from hilore.runtime.errors import InternalError
 from hilore.runtime.plan import RegionPlan
 
@@ -186,12 +187,12 @@ def _risk(trace: Trace, region: RegionPlan, region_class: RegionClass) -> int:
 
 
 def _kappa2s(trace: Trace, region: RegionPlan, region_class: RegionClass) -> Iterator[float]:
-    """kappa2 of each L unit of the region."""
-    if not any(unit.mode == "L" for unit in region.units):
+    """kappa2 of each L unit of the region whose codec changes values."""
+    if not any(loses(unit.codec) for unit in region.units):
         return
     known = {(risk.unit, risk.codec, risk.tainted): risk.kappa2 for risk in trace.calibration.risks_of(region.name)}
     for unit in region.units:
-        if unit.mode == "L":
+        if loses(unit.codec):
             name, codec = unit.name.removeprefix(region.name + "."), unit.codec or ""
             found = known.get((name, codec, _tainted(region, region_class, name)), known.get((name, codec, None)))
             if found is None:

@@ -95,7 +95,7 @@ def audited_loss(
     before = [_to_host(parameter.grad) for parameter in trainable]
     planned, loss = _gradients(trainable, step)
     choice = choice_of()
-    encodes = choice is not None and choice.plan is not None and choice.plan.count("L") > 0 and not choice.demoted
+    encodes = choice is not None and choice.plan is not None and choice.plan.lossy and not choice.demoted
     if _on_every_rank(encodes, trainable[0]):
         assert choice is not None
         assert choice.plan is not None

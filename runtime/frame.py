@@ -25,7 +25,7 @@ from hilore.runtime.audit import perturb
 from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
 from hilore.runtime.saved import Entry, mutated, version_of
 from hilore.runtime.slots import Direct, Slot, is_parameter
-from hilore.runtime.unit import UnitRecord
+from hilore.runtime.unit import UnitRecord, check_kept
 from hilore.runtime.unitbinding import output_of
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Frame:
     ) -> None:
         self.region = region
         self.choice = choice
+        self.unfit = False
         self.actions = choice.actions(region)
         self.recordable = choice.recordable(region)
         self.split_at = choice.split_at(region)
@@ -96,21 +97,8 @@ class Frame:
         """The forward. Raises what the region raises; SavedTensorMutated if a kept output was changed in place."""
         with self.region.installed(self._intercepted), RunningAs(self), saved_tensors_hooks(self._pack, _unpack):
             result = self.call(*self.args, **self.kwargs)
-        self._check_kept()
+        check_kept(self.region_name, self.records, (name for name, action in self.actions.items() if action.kept))
         return result
-
-    def _check_kept(self) -> None:
-        """Every unit that the plan keeps must have run, and nothing may have changed its output since."""
-        for name, action in self.actions.items():
-            record = self.records.get(name)
-            if record is not None and record.kept is not None:
-                record.kept.check(name)
-            elif record is None and action.kept:
-                raise UnsupportedModelError(
-                    f"{name}: planned to be kept, but it did not run in this forward of {self.region_name}. Run the "
-                    "model as it was traced (attention implementation, modules), or run `hilore-plan trace` again",
-                    unit=name,
-                )
 
     def unit_call(self, unit_name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit's call inside this frame, in forward or in a replay."""
@@ -138,12 +126,22 @@ class Frame:
             self.record = None
         if action.kept:
             record.keep(result, action.codec, self._compute_dtype() if action.codec is not None else None, self.choice)
+            if record.kept is not None and record.kept.unfit:
+                self._demote(unit_name)
         else:
             record.watch_output(result)
         if record.may_draw or kwargs.get("dropout"):
             record.random_after = RandomState.now(self.random.device_type, tensors_in(args, kwargs))
         self.choice.stats.unit_ran(unit_name, record)
         return result
+
+    def _demote(self, unit_name: str) -> None:
+        """A lossless codec cannot hold a unit's values: this frame's L units run again, as after late demotion."""
+        self.unfit = True
+        self.actions = self.choice.actions(self.region, unfit=True)
+        for record in self.records.values():
+            record.let_go()
+        self.choice.stats.unit_unfit(unit_name)
 
     def front_call(self, unit_name: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """A call of a module in a unit's front: noted while that unit's forward is recorded."""
@@ -165,7 +163,7 @@ class Frame:
         self._late_stage = late
         # A second replay (retain_graph) finds the store empty: then every unit runs.
         again = any(record.released for record in self.records.values() if late or self._wanted(record.late))
-        self.actions = {} if again else self.choice.actions(self.region)
+        self.actions = {} if again else self.choice.actions(self.region, unfit=self.unfit)
         self._cursor = 0
         self._answered = set()
         self._pending = sum(self._wanted(self._is_late(place)) for place in range(len(self.slots)))

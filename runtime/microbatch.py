@@ -161,7 +161,7 @@ class Microbatch:
             largest = self._runtime.agreement.largest_exposure(largest)
         if choice is None or choice.plan is None or choice.demoted:
             return self.exact_exposure
-        if largest > choice.plan.regime.exposure_high and choice.plan.count("L"):
+        if largest > choice.plan.regime.exposure_high and choice.plan.lossy:
             choice.demoted = True
             self._runtime.stats.demotions += 1
         return self.exact_exposure

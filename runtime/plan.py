@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
+from hilore.runtime.codecs import loses
+
 SCHEMA_VERSION = 1
 REGIME_LABELS = ("null", "low", "mid", "high")
 
@@ -179,6 +181,11 @@ class Plan:
     @property
     def unit_names(self) -> tuple[str, ...]:
         return tuple(unit.name for region in self.regions for unit in region.units)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether a unit is at L with a codec that changes values."""
+        return any(loses(unit.codec) for region in self.regions for unit in region.units)
 
     def count(self, mode: str) -> int:
         """How many units have ``mode`` ("H", "L" or "R")."""

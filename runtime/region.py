@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from hilore.runtime.ambient import running
+from hilore.runtime.codecs import loses
 from hilore.runtime.codecs.tokens import token_codec
 from hilore.runtime.huggingface import attention_implementations, attention_wrapped
 from hilore.runtime.plan import Plan, RegionPlan
@@ -155,11 +156,12 @@ class Choice:
     def holds(self, region: RegionBinding) -> bool:
         return self.plan is not None and self._actions[region.name].hold
 
-    def actions(self, region: RegionBinding) -> dict[str, Action]:
+    def actions(self, region: RegionBinding, *, unfit: bool = False) -> dict[str, Action]:
+        """``unfit``: the region met values that a lossless codec cannot hold, so its L units run as R."""
         if self.plan is None:
             return {}
         actions = self._actions[region.name]
-        return actions.demoted if self.demoted else actions.planned
+        return actions.demoted if self.demoted or unfit else actions.planned
 
     @property
     def weighs_tokens(self) -> bool:
@@ -171,11 +173,11 @@ class Choice:
         )
 
     def encodes(self, region: RegionBinding, unit_name: str) -> bool:
-        """Whether the plan keeps this unit encoded, demoted or not."""
+        """Whether the plan keeps this unit in a codec that changes values, demoted or not."""
         if self.plan is None:
             return False
         action = self._actions[region.name].planned.get(unit_name)
-        return action is not None and action.codec is not None
+        return action is not None and loses(action.codec)
 
     def split_at(self, region: RegionBinding) -> str | None:
         """The unit at which the region's replay is split into two stages."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from hilore.runtime.codecs import Codec, Encoded, get_codec
+from hilore.runtime.codecs.exact import LosslessCodec
 from hilore.runtime.codecs.tokens import TokenCodec
 from hilore.runtime.derive import Derivation
 from hilore.runtime.errors import SavedTensorMutated
@@ -118,7 +119,7 @@ class Watch:
 class Kept:
     """A stored output: exact, or encoded with all that decoding needs. ``seed``: of stochastic rounding."""
 
-    __slots__ = ("_saved_version", "_watch", "encoded", "layout", "tensor")
+    __slots__ = ("_saved_version", "encoded", "layout", "tensor", "watch")
 
     def __init__(
         self, output: torch.Tensor, codec: str | None, seed: int = 0, tokens: TokenWeights | None = None
@@ -130,7 +131,7 @@ class Kept:
         if codec is None:
             self.tensor = output.detach()
         else:
-            self._watch = Watch(output)
+            self.watch = Watch(output)
             with torch.no_grad(), torch.autocast(output.device.type, enabled=False):
                 self.encoded = _encode(get_codec(codec), output.detach(), seed, tokens)
 
@@ -141,6 +142,11 @@ class Kept:
             return self.encoded.nbytes
         return self.tensor.untyped_storage().nbytes() if self.tensor is not None else 0
 
+    @property
+    def unfit(self) -> bool:
+        """Whether it holds nothing, since a lossless codec cannot hold the output in the bytes that were planned."""
+        return self.tensor is None and self.encoded is None
+
     def restore(self, unit_name: str) -> torch.Tensor:
         self.check(unit_name)
         if self.encoded is not None:
@@ -150,12 +156,14 @@ class Kept:
         return self.tensor
 
     def check(self, unit_name: str) -> None:
-        version = self.tensor._version if self.tensor is not None else self._watch.version
+        version = self.tensor._version if self.tensor is not None else self.watch.version
         if version != self._saved_version:
             raise mutated(unit_name, self._saved_version, version)
 
 
-def _encode(codec: Codec, output: torch.Tensor, seed: int, tokens: TokenWeights | None) -> Encoded:
+def _encode(codec: Codec, output: torch.Tensor, seed: int, tokens: TokenWeights | None) -> Encoded | None:
+    if isinstance(codec, LosslessCodec):
+        return codec.fitting(output)
     if isinstance(codec, TokenCodec):
         return codec.encode(output, seed, tokens)
     return codec.encode(output, seed)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hilore.runtime.audit import AuditLog
+from hilore.runtime.notice import notice
 
 if TYPE_CHECKING:
     from hilore.runtime.frame import Frame
@@ -20,7 +21,8 @@ class UnitStats:
     """Since attach: forwards that were recorded, and what replays did instead of running the call.
 
     ``kept_bytes`` and ``encoded_bytes`` are sums over those forwards. ``stored_raw``: encoded outputs whose codec took
-    an exact copy (a NaN, values it cannot hold). ``not_encoded``: outputs of an L unit that are no activations of the
+    an exact copy (a NaN, values it cannot hold). ``unfit``: outputs that a lossless codec could not hold, so that its
+    region ran demoted. ``not_encoded``: outputs of an L unit that are no activations of the
     compute dtype and were kept as they are.
     """
 
@@ -28,6 +30,7 @@ class UnitStats:
     kept_bytes: int = 0
     encoded_bytes: int = 0
     stored_raw: int = 0
+    unfit: int = 0
     not_encoded: int = 0
     answered: int = 0
     dead: int = 0
@@ -90,6 +93,16 @@ class Stats:
         else:
             stats.encoded_bytes += record.kept.nbytes
             stats.stored_raw += record.kept.encoded.raw
+
+    def unit_unfit(self, unit_name: str) -> None:
+        stats = self.units.setdefault(unit_name, UnitStats())
+        if not stats.unfit:
+            notice(
+                f"{unit_name}: its values do not fit its lossless codec; where that happens the L units of its region "
+                "run again in backward, exactly and within the predicted peak. If it happens often "
+                "(runtime.stats.units[...].unfit), leave the codec out of model.yaml's codecs and solve again"
+            )
+        stats.unfit += 1
 
     def call_left_out(self, unit_name: str, action: Action) -> None:
         stats = self.units.setdefault(unit_name, UnitStats())

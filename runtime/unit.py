@@ -9,7 +9,7 @@ asks), or the rest, such as a log-sum-exp (kept as it is).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from hilore.runtime.alias import is_placeholder, non_leaf_alias, placeholder
 from hilore.runtime.ambient import RandomState, tensors_in
 from hilore.runtime.codecs.seeds import own_rank, rounding_seed
 from hilore.runtime.eligibility import role_of
-from hilore.runtime.errors import ReplayMismatchError
+from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
 from hilore.runtime.origins import Origins
 from hilore.runtime.provenance import Provenance
 from hilore.runtime.saved import Entry, Kept, Layout, Role, Watch
@@ -125,6 +125,11 @@ class UnitRecord:
         else:
             seed = rounding_seed(self.unit.name, next(self.unit.encodings), own_rank())
             self.kept = Kept(output, codec, seed, choice.tokens)
+
+    def let_go(self) -> None:
+        """Keep nothing after all of what was encoded: a replay runs the call, or leaves it out where it is dead."""
+        if self.kept is not None and self.kept.tensor is None:
+            self.watch, self.kept = self.kept.watch, None
 
     def watch_output(self, result: Any) -> None:
         """Note whether glue changes the output in place: its placeholder could not take that."""
@@ -242,6 +247,23 @@ class UnitRecord:
             )
         offset = role.layout.offset - planned.offset + now.storage_offset()
         return now.detach().as_strided(role.layout.shape, role.layout.stride, offset)
+
+
+def check_kept(region_name: str, records: Mapping[str, UnitRecord], kept: Iterable[str]) -> None:
+    """Every unit that the plan keeps must have run, and nothing may have changed its output since.
+
+    Raises UnsupportedModelError and SavedTensorMutated.
+    """
+    for name in kept:
+        record = records.get(name)
+        if record is None:
+            raise UnsupportedModelError(
+                f"{name}: planned to be kept, but it did not run in this forward of {region_name}. Run the model as it "
+                "was traced (attention implementation, modules), or run `hilore-plan trace` again",
+                unit=name,
+            )
+        if record.kept is not None:
+            record.kept.check(name)
 
 
 def _provenance(sources: list[torch.Tensor]) -> Provenance | None:

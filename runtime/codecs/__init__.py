@@ -16,6 +16,7 @@ from hilore.runtime.codecs.base import Codec, Encoded
 from hilore.runtime.codecs.exact import EXACT
 from hilore.runtime.codecs.form import BLOCK, all_names, parse_form
 from hilore.runtime.codecs.grouped import GroupCodec
+from hilore.runtime.codecs.pack import PackBf16
 from hilore.runtime.codecs.seeds import rounding_seed
 from hilore.runtime.codecs.tokens import token_codec
 from hilore.runtime.errors import CodecError
@@ -27,9 +28,9 @@ _COMMON = (
     *(f"int{bits}-g32-s8-h64" for bits in (12, 10, 9, 8, 7, 6, 5, 4)),
     *("int3-g64", "int2-g32-asym", "int4-g64-asym-sr", "int4-g64-oc", "nf4-g64", "fp4-g32", "fp8-e5m2"),
 )
-_codecs: dict[str, Codec] = {codec.name: codec for codec in (*EXACT, AverageCodec())}
+_codecs: dict[str, Codec] = {codec.name: codec for codec in (*EXACT, PackBf16(), AverageCodec())}
 
-LOSSLESS_NAMES: tuple[str, ...] = tuple(codec.name for codec in EXACT)
+LOSSLESS_NAMES: tuple[str, ...] = (*(codec.name for codec in EXACT), PackBf16.name)
 CODEC_NAMES: tuple[str, ...] = (*_COMMON, *LOSSLESS_NAMES)
 # For comparison: plain casts, which lose values that are no 8-bit floats even where all are equal, and averages.
 BASELINE_NAMES: tuple[str, ...] = ("fp8-e4m3-plain", "fp8-e5m2-plain", AverageCodec.name)
@@ -47,6 +48,11 @@ def get_codec(name: str) -> Codec:
         assert made is not None
         codec = _codecs.setdefault(name, made)
     return codec
+
+
+def loses(name: str | None) -> bool:
+    """Whether a unit's codec changes values (None: no codec). All do that have no lossless codec's name."""
+    return name is not None and name not in LOSSLESS_NAMES
 
 
 def codec_problem(name: object) -> str:
@@ -76,6 +82,7 @@ __all__ = [
     "Encoded",
     "codec_problem",
     "get_codec",
+    "loses",
     "rounding_seed",
     "warm_up",
 ]

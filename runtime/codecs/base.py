@@ -85,6 +85,10 @@ class Codec(ABC):
             self.decode_workspace_bytes(shape, dtype, device_type),
         )
 
+    def shrinks(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether a tensor of this shape and dtype takes fewer bytes as a payload."""
+        return self.nbytes(shape, dtype) < element_count(shape) * dtype.itemsize
+
     def error_bound(self, encoded: Encoded) -> Tensor:
         """Per element the most by which this payload can be off, float64, in the decoded shape; zeros if lossless."""
         self.check_encoded(encoded)

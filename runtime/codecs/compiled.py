@@ -55,6 +55,24 @@ def compiled_decode(
     return first
 
 
+def compiled_rows(plain: Callable[..., Any], rows: Tensor) -> Any:
+    """``plain(rows)``, a function that treats each row by itself.
+
+    Plain torch, with one notice per process, where nothing can be compiled.
+    """
+    function = _compiled_rows(plain)
+    if rows.shape[0] > 1:
+        return _run(function, plain, (rows,))
+    found = _run(function, plain, (_doubled(rows),))
+    return found[:1] if isinstance(found, Tensor) else tuple(each[:1] for each in found)
+
+
+@cache
+def _compiled_rows(plain: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(plain, fullgraph=True, options=_OPTIONS)
+    return compiled
+
+
 @cache
 def _compiled(function: Callable[..., Any], form: GroupForm, dtype: torch.dtype, centred: bool) -> Callable[..., Any]:
     """A graph of its own: torch keeps graphs, and counts recompilations, per code object."""

@@ -1,4 +1,5 @@
-"""Lossless codecs. Each checks every value at run time; what it cannot hold is stored raw, and counted."""
+"""Lossless codecs. Each checks every value at run time; what it cannot hold is stored raw, and counted (pack.py has
+one more)."""
 
 from __future__ import annotations
 
@@ -44,12 +45,20 @@ class LosslessCodec(Codec):
         """Payload bytes, None for a dtype that is always stored raw."""
 
     def encode(self, tensor: Tensor, seed: int = 0) -> Encoded:
+        found = self.fitting(tensor)
+        return self.store_raw(tensor) if found is None else found
+
+    def fitting(self, tensor: Tensor) -> Encoded | None:
+        """As ``encode``, but None where the dtype is what the codec is for and the values are not.
+
+        An exact copy would take more bytes than ``nbytes`` says.
+        """
         self.check_input(tensor)
         if self._packed_bytes(tensor.numel(), tensor.dtype) is None:
             return self.store_raw(tensor)
         payload = self._payload(tensor.detach())
         if payload is None:
-            return self.store_raw(tensor)
+            return None
         return Encoded(self.name, payload, tuple(tensor.shape), decoded_stride(tensor), tensor.dtype, raw=False)
 
     def decode(self, encoded: Encoded) -> Tensor:
