@@ -288,7 +288,7 @@ class Runtime:
         return known[1]
 
     def _choice(self, plan: Plan, demoted: bool) -> Choice:
-        return Choice(plan, self._actions(plan), self.stats, demoted)
+        return Choice(plan, self._actions(plan), self.stats, demoted and plan.lossy)
 
     def _refuse_switch(self) -> None:
         if self._forward is not None:

@@ -122,6 +122,7 @@ class Stats:
             "hilore/gain": last.gain,
             "hilore/demotions": self.demotions,
             "hilore/replays": self.replays,
+            "hilore/unfit": sum(unit.unfit for unit in self.units.values()),
             "hilore/null_skipped": self.null_skipped,
             "hilore/audit_error": self.audit.error,
             "hilore/audit_alarm": float(self.audit.alarm) if self.audit.audits else None,

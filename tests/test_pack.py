@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hilore.runtime.attach import attach
 from hilore.runtime.codecs import compiled, get_codec, loses, native, pack
 from hilore.runtime.errors import HiloreWarning
 from hilore.runtime.runtime import Runtime
@@ -24,6 +25,7 @@ from tests.plans import (
     attach_plan,
     gradients,
     keepable,
+    loss_of,
     plan_for,
     units_of,
 )
@@ -212,6 +214,7 @@ def test_values_that_do_not_fit_run_their_region_again(unit: str, split: str | N
     steps_and_stages = 2 * (2 if split and "q_proj" in unit else 1)
     assert (second.unfit, second.answered) == (0, steps_and_stages)
     assert stats["model.layers.0.self_attn.o_proj"].answered == 0
+    assert sum(one.unfit for one in stats.values()) == 2
     assert stats["model.layers.1.self_attn.o_proj"].answered == 2 * (2 if split else 1)
     assert stats["model.layers.0.self_attn:attention"].answered == 2 * (2 if split else 1)
 
@@ -252,3 +255,15 @@ def test_what_loses_values() -> None:
         True,
         True,
     ]
+
+
+def test_without_loss_nothing_is_demoted() -> None:
+    """A forward without any exposure, as one above every regime, runs a plan as it is where no unit loses values."""
+    model = in_bf16(models.qwen2_tiny())
+    batch = models.microbatch_for(model)
+    for codec, demoted in ((NAME, False), ("int8-g64", True)):
+        plan = plan_for(model, {"mlp.gate_proj": "L"}, codec=codec)
+        runtime = attach(model, (plan,))
+        loss_of(model, batch).backward()
+        runtime.detach()
+        assert runtime.stats.units["model.layers.0.mlp.gate_proj"].answered == (0 if demoted else 1)

@@ -184,7 +184,7 @@ class Link:
             if key == "hilore/regime":
                 for label in (*REGIME_LABELS, "none"):
                     metrics[f"{key}_{label}"].append(float(label == value))
-            elif key in ("hilore/demotions", "hilore/replays", "hilore/null_skipped"):
+            elif key in ("hilore/demotions", "hilore/replays", "hilore/unfit", "hilore/null_skipped"):
                 metrics[key] = [float(value)]
             elif value is not None:
                 metrics[key].append(float(value))
