@@ -28,6 +28,7 @@ from hilore.planner.sidebyside_report import environment
 from hilore.runtime.codecs import get_codec
 
 NAMES = (
+    "pack-bf16",
     *(f"int{bits}-g32-s8-cm-h64" for bits in (12, 10, 9, 8, 7, 6, 5, 4)),
     *(f"int{bits}-g32-s8-h64" for bits in (10, 8, 6)),
     *("int8-g64-cm-h64", "int8-g64-h64", "int8-g64-cm", "int8-g32", "int8-g64", "int8-g128", "int8-g256"),

@@ -37,7 +37,12 @@ def report(setting: Setting) -> None:
             tables += [*more, half_table(halved, split)]
             if data[split]["native"]:
                 tables.append(native_table(data[split]["native"]))
-    for name, table in (("risk", risk_table), ("sizes", sizes_table), ("refresh", refresh_table)):
+    for name, table in (
+        ("risk", risk_table),
+        ("risk-other", risk_table),
+        ("sizes", sizes_table),
+        ("refresh", refresh_table),
+    ):
         if setting.file(f"{name}.json").exists():
             data[name] = _read(setting, name)
             tables.append(table(data[name]))

@@ -205,10 +205,12 @@ def risk(setting: Setting) -> None:
     trace, given = setting.trace, setting.given
     native = build_actor(setting.spec, device=setting.spec.device.kind, live_adapters=True, seed=given.seed)
     twin = float32_twin(native)
-    batches = moved(setting, native, twin, "same")
+    split = given.risk_split
+    batches = moved(setting, native, twin, split)
     chosen = spread([batch for batch in batches if not is_null(twin.spec.loss, batch)], given.risk_microbatches)
-    identity = identity_of(setting, "same") | {"microbatches": len(chosen)}
-    store = CalibrationState(setting.file("risk.state"), identity)
+    identity = identity_of(setting, split) | {"microbatches": len(chosen)}
+    name = "risk" if split == "same" else f"risk-{split}"
+    store = CalibrationState(setting.file(f"{name}.state"), identity)
     regions = [region.name for region in trace.buckets[-1].regions]
     found, shape = {}, (0, 0)
     with Instrument(twin, regions, seed=given.seed) as instrument:
@@ -221,7 +223,7 @@ def risk(setting: Setting) -> None:
         "regions": shape[1],
         "rankings": {codec: {name: asdict(one) for name, one in made.items()} for codec, made in found.items()},
     }
-    setting.file("risk.json").write_text(json.dumps(data, allow_nan=False, indent=1), encoding="utf-8")
+    setting.file(f"{name}.json").write_text(json.dumps(data, allow_nan=False, indent=1), encoding="utf-8")
     say(risk_table(data))
 
 

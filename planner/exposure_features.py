@@ -1,4 +1,4 @@
-"""What is known of a microbatch's loss once its log-probs are: its exposure, and that without one part or another."""
+"""What is known of a microbatch's loss once its log-probs are: its exposure, and how strongly it pulls on regions."""
 
 from __future__ import annotations
 
@@ -18,23 +18,17 @@ from hilore.runtime.losses import LossSpec, length_normaliser
 
 @dataclass(frozen=True, slots=True)
 class ExposureFeatures:
-    """``psi``: normalised exposure. ``mean_omega``: the mean of |omega| in the same units. ``strength``: root of the
-    sum of (omega (1 - p))^2, p the token's own probability, which the norm of the gradient goes with: a token's
-    log-prob moves with its logit by 1 - p, so that a sure one hardly counts. Then the same without ratio and clipping,
-    with every column of the response counted, and without the KL term. ``advantage``: root mean square over rows;
-    ``mean_advantage``: of |A|. ``clipped``: share of loss tokens that the clip took the gradient of.
-    ``strength_without_probability``: root of the sum of omega^2."""
+    """``psi``: normalised exposure. ``mean_omega``: the mean of |omega| in the same units.
+
+    ``advantage``: root mean square over rows; ``mean_advantage``: of |A|. ``clipped``: share of loss tokens that the
+    clip took the gradient of.
+    """
 
     psi: float
     mean_omega: float
-    strength: float
-    strength_without_ratio: float
-    strength_without_mask: float
-    strength_without_kl: float
     advantage: float
     mean_advantage: float
     clipped: float
-    strength_without_probability: float
 
     def as_json(self) -> dict[str, float]:
         return asdict(self)
@@ -44,30 +38,64 @@ class ExposureFeatures:
         return cls(**data)
 
 
+@dataclass(frozen=True, slots=True)
+class Strength:
+    """How large the gradient is that a loss sends into the regions, and that without one part or another.
+
+    ``full``: root of the sum over tokens of (omega g)^2, g the norm of the gradient of the token's log-prob by the last
+    hidden state (gradient_error.py, leverage): exactly the norm of the loss's gradient there. ``without_ratio``: as if
+    no ratio had moved and nothing were clipped; ``without_mask``: every column of the response counted;
+    ``without_kl``: no KL term. ``by_probability``: 1 - p in g's place, p the token's own probability, which is how far
+    its log-prob moves with its logit; ``without_leverage``: 1 in g's place.
+    """
+
+    full: float
+    without_ratio: float
+    without_mask: float
+    without_kl: float
+    by_probability: float
+    without_leverage: float
+
+    def as_json(self) -> dict[str, float]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Strength:
+        return cls(**data)
+
+
 def exposure_features(loss: Loss, batch: Microbatch, logps: Tensor) -> ExposureFeatures:
     """``logps``: float [B, Tr], of the exact forward."""
     spec = LossSpec.of(asdict(loss))
-    without_kl = LossSpec.of(spec, beta=0.0)
-    mask = batch.completion_mask
-    old, reference = batch.old_logps, batch.ref_logps
-    policy = token_coefficients(without_kl, batch.advantages, mask, logps, old)
+    mask, old, reference = batch.completion_mask, batch.old_logps, batch.ref_logps
+    policy = token_coefficients(LossSpec.of(spec, beta=0.0), batch.advantages, mask, logps, old)
     omega = token_coefficients(spec, batch.advantages, mask, logps, old, reference)
-    by_ratio_one = token_coefficients(spec, batch.advantages, mask, logps, logps, reference)
-    everywhere = token_coefficients(spec, batch.advantages, torch.ones_like(mask), logps, old, reference)
     scale = length_normaliser(spec, mask.to(omega.dtype))
-    free = -torch.expm1(logps.double())
     weighed = (mask != 0) & (batch.advantages != 0).unsqueeze(1)
     return ExposureFeatures(
         psi=normalised_exposure(spec, batch.advantages, mask, logps, old, reference),
         mean_omega=float(omega.abs().sum() / scale.sum()) if bool(scale.any()) else 0.0,
-        strength=_norm(omega * free),
-        strength_without_ratio=_norm(by_ratio_one * free),
-        strength_without_mask=_norm(everywhere * free),
-        strength_without_kl=_norm(policy * free),
         advantage=math.sqrt(float(batch.advantages.square().mean())),
         mean_advantage=float(batch.advantages.abs().mean()),
         clipped=float(((policy == 0) & weighed).sum() / weighed.sum()) if bool(weighed.any()) else 0.0,
-        strength_without_probability=_norm(omega),
+    )
+
+
+def strength_of(loss: Loss, batch: Microbatch, logps: Tensor, leverage: Tensor) -> Strength:
+    """``logps`` float and ``leverage`` float64 [B, Tr], both of the exact forward."""
+    spec = LossSpec.of(asdict(loss))
+    mask, old, reference = batch.completion_mask, batch.old_logps, batch.ref_logps
+    omega = token_coefficients(spec, batch.advantages, mask, logps, old, reference)
+    by_ratio_one = token_coefficients(spec, batch.advantages, mask, logps, logps, reference)
+    everywhere = token_coefficients(spec, batch.advantages, torch.ones_like(mask), logps, old, reference)
+    policy = token_coefficients(LossSpec.of(spec, beta=0.0), batch.advantages, mask, logps, old)
+    return Strength(
+        full=_norm(omega * leverage),
+        without_ratio=_norm(by_ratio_one * leverage),
+        without_mask=_norm(everywhere * leverage),
+        without_kl=_norm(policy * leverage),
+        by_probability=_norm(omega * -torch.expm1(logps.double())),
+        without_leverage=_norm(omega),
     )
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hilore.planner.actor import Actor
 from hilore.planner.head import grpo_loss, policy_logps
 from hilore.planner.microbatch import Microbatch
+from hilore.planner.packing import picked
 from hilore.planner.sketch import Sketch, Sketcher
 from hilore.planner.stepping import trainable
 from hilore.runtime.attach import attach
@@ -77,6 +79,35 @@ def backward(actor: Actor, microbatch: Microbatch, *, seed: int) -> Backward:
     return Backward(tuple(found), logps.detach(), exposure, _log_move(microbatch, logps.detach()))
 
 
+def leverage(actor: Actor, microbatch: Microbatch, *, seed: int) -> Tensor:
+    """As Instrument.leverage."""
+    caught: list[Tensor] = []
+
+    def cut_off(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, *others = arguments
+        caught.append(hidden.detach().requires_grad_())
+        return (caught[-1], *others)
+
+    handle = actor.model.get_output_embeddings().register_forward_pre_hook(cut_off)  # type: ignore[operator]
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            logps = policy_logps(actor.model, microbatch, actor.spec.loss.head)
+    finally:
+        handle.remove()
+    if len(caught) != 1:
+        raise HiloreError(
+            f"loss.head {actor.spec.loss.head}: it called the output layer {len(caught)} times, and where a token's "
+            "log-prob is made can be told of one call alone; use head: naive or trl"
+        )
+    (gradient,) = torch.autograd.grad(logps.sum(), caught)
+    norms = gradient.double().norm(dim=-1)
+    if microbatch.places is not None:
+        return picked(norms, microbatch.places)
+    last: Tensor = norms[:, :-1][:, -microbatch.completion_mask.shape[1] :]
+    return last
+
+
 def _log_move(microbatch: Microbatch, logps: Tensor) -> float:
     if microbatch.old_logps is None:
         return 0.0
@@ -109,6 +140,16 @@ class Instrument:
         if self._runtime is not None:
             self._runtime.disable()
         return self._backward(microbatch)
+
+    def leverage(self, microbatch: Microbatch) -> Tensor:
+        """How far each response token's log-prob moves with its last hidden state: norms of gradients, [B, Tr] float64.
+
+        One forward and the head's own backward. Raises HiloreError for a head that does not call the output layer as
+        a module (chunked ones).
+        """
+        if self._runtime is not None:
+            self._runtime.disable()
+        return leverage(self.actor, microbatch, seed=self._seed)
 
     def error(self, microbatch: Microbatch, plan: Plan, exact: Backward) -> Sketch:
         """The sketch of what a plan's gradient differs by from ``exact``, the same microbatch's."""

@@ -20,7 +20,7 @@ from hilore.planner.calibration_plans import LossyUnit, offering
 from hilore.planner.calibration_state import CalibrationState
 from hilore.planner.conformal import Floats
 from hilore.planner.evidence import Ranking, ranking
-from hilore.planner.exposure_features import ExposureFeatures, exposure_features
+from hilore.planner.exposure_features import ExposureFeatures, Strength, exposure_features, strength_of
 from hilore.planner.gradient_error import Backward, Instrument
 from hilore.planner.handmade import handmade_plan
 from hilore.planner.heldout import expected_by
@@ -51,6 +51,7 @@ class RegionErrors:
     encoded: Floats
     norm_shift: Floats
     features: tuple[ExposureFeatures, ...]
+    strengths: tuple[Strength, ...]
 
 
 def measure_regions(
@@ -68,16 +69,21 @@ def measure_regions(
     bucket = trace.buckets[-1]
     places = tuple(range(len(bucket.regions) - 1, -1, -every))[::-1]
     loss = instrument.actor.spec.loss
-    absolute, encoded, features, shifts = [], [], [], []
+    absolute, encoded, features, strengths, shifts = [], [], [], [], []
     for place, batch in enumerate(batches):
         exact: Backward | None = None
         found = store.get(f"{codec}-exact-{place}")
         if found is None:
             with watched_units(instrument.actor.model, trace, codec) as watch:
                 exact = instrument.exact(batch)
-            seen = exposure_features(loss, batch, exact.logps).as_json()
-            found = store.put(f"{codec}-exact-{place}", {"features": seen, "encoded": watch.per_region()})
+            seen = {
+                "features": exposure_features(loss, batch, exact.logps).as_json(),
+                "strength": strength_of(loss, batch, exact.logps, instrument.leverage(batch)).as_json(),
+                "encoded": watch.per_region(),
+            }
+            found = store.put(f"{codec}-exact-{place}", seen)
         features.append(ExposureFeatures.from_json(found["features"]))
+        strengths.append(Strength.from_json(found["strength"]))
         encoded.append([found["encoded"][column] for column in places])
         row = []
         for turn, column in enumerate(places):
@@ -92,7 +98,9 @@ def measure_regions(
             if place == 0:
                 shifts.append(error["shift"])
         absolute.append(row)
-    return RegionErrors(codec, places, np.array(absolute), np.array(encoded), np.array(shifts), tuple(features))
+    return RegionErrors(
+        codec, places, np.array(absolute), np.array(encoded), np.array(shifts), tuple(features), tuple(strengths)
+    )
 
 
 def region_plan(trace: Trace, region: str, codec: str) -> Plan:
@@ -119,8 +127,8 @@ def scores(found: RegionErrors, trace: Trace) -> dict[str, Floats]:
     """Every score, [microbatches, regions].
 
     The full score: what the region costs by calibration (susceptibility), times how much worse than on the reference
-    the codec does on this microbatch's values (activation weighting), times the exposure's strength, tokens weighed by
-    what their own probability leaves to move. Sensitivities in
+    the codec does on this microbatch's values (activation weighting), times the norm of the gradient that the loss
+    sends into the regions (Strength.full), which is there before the first region's backward. Sensitivities in
     the style of ALAM (GradNormVar of Woo et al., ICLR 2024) and GACT (Liu et al., ICML 2022) are those of the reference
     microbatch, which knows no exposure.
     """
@@ -134,20 +142,21 @@ def scores(found: RegionErrors, trace: Trace) -> dict[str, Floats]:
     def by_region(values: Floats) -> Floats:
         return np.broadcast_to(values[None, :], shape)
 
-    of = found.features
-    strength = by_batch([each.strength for each in of])
+    of, pulls = found.features, found.strengths
+    strength = by_batch([each.full for each in pulls])
+    alone = susceptibility * activation
     static = by_region(_static(len(trace.buckets[-1].regions))[list(found.places)])
     return {
-        FULL: susceptibility * activation * strength,
-        "without ratio and clipping": susceptibility * activation * by_batch([f.strength_without_ratio for f in of]),
-        "without mask": susceptibility * activation * by_batch([f.strength_without_mask for f in of]),
-        "without KL": susceptibility * activation * by_batch([f.strength_without_kl for f in of]),
-        "without the token's own probability": susceptibility
-        * activation
-        * by_batch([f.strength_without_probability for f in of]),
+        FULL: alone * strength,
+        "without ratio and clipping": alone * by_batch([each.without_ratio for each in pulls]),
+        "without mask": alone * by_batch([each.without_mask for each in pulls]),
+        "without KL": alone * by_batch([each.without_kl for each in pulls]),
+        "1 - p for the head's leverage": alone * by_batch([each.by_probability for each in pulls]),
+        "without the head's leverage": alone * by_batch([each.without_leverage for each in pulls]),
         "without activation weighting": susceptibility * strength,
         "without susceptibility": activation * strength,
-        "mean |omega| for its root mean square": susceptibility * activation * by_batch([_by_mean(f) for f in of]),
+        "mean |omega| for its root mean square": alone
+        * by_batch([_by_mean(*each) for each in zip(of, pulls, strict=True)]),
         "advantage only": by_batch([each.mean_advantage for each in of]) + 0 * static,
         "ALAM-style sensitivity": by_region(found.norm_shift),
         "GACT-style sensitivity": by_region(found.absolute[0]),
@@ -228,8 +237,8 @@ def _static(regions: int) -> Floats:
     return root
 
 
-def _by_mean(features: ExposureFeatures) -> float:
-    return features.strength * features.mean_omega / features.psi if features.psi else 0.0
+def _by_mean(features: ExposureFeatures, strength: Strength) -> float:
+    return strength.full * features.mean_omega / features.psi if features.psi else 0.0
 
 
 def _square(tensors: Sequence[Tensor]) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hilore.planner.actor import build_actor, policy_loss
+from hilore.planner.actor import Actor, build_actor, policy_loss
 from hilore.planner.calibration_plans import lossy_units
 from hilore.planner.calibration_sources import recorded
 from hilore.planner.calibration_state import CalibrationState
@@ -23,7 +23,7 @@ from hilore.planner.evidence_view import (
     rankings_table,
     regimes_table,
 )
-from hilore.planner.exposure_features import exposure_features
+from hilore.planner.exposure_features import exposure_features, strength_of
 from hilore.planner.gradient_error import Instrument, backward
 from hilore.planner.head import policy_logps
 from hilore.planner.heldout import (
@@ -267,21 +267,39 @@ def test_watching_units_changes_nothing(instrument: Instrument, trace: Trace, ba
     assert all(torch.equal(a, b) for a, b in zip(plain.gradients, watched.gradients, strict=True))
 
 
+def norm_at_the_head(actor: Actor, batch: Microbatch) -> float:
+    """Of the loss's gradient by the last hidden states, by autograd."""
+    seen: list[torch.Tensor] = []
+
+    def watch(_module: object, arguments: tuple[torch.Tensor, ...]) -> None:
+        arguments[0].register_hook(seen.append)
+
+    handle = actor.model.get_output_embeddings().register_forward_pre_hook(watch)  # type: ignore[operator]
+    policy_loss(actor, batch).backward()  # type: ignore[no-untyped-call]
+    handle.remove()
+    actor.model.zero_grad(set_to_none=True)
+    return float(torch.cat([part.double().flatten() for part in seen]).norm())
+
+
 def test_features_of_a_later_inner_epoch(spec: ModelSpec, batches: tuple[Microbatch, ...]) -> None:
     actor = build_actor(spec, live_adapters=True)
     batch = next(batch for batch in batches if bool(batch.advantages.any()))
     with torch.no_grad():
         logps = policy_logps(actor.model, batch, "naive")
-    fresh = exposure_features(spec.loss, batch, logps)
-    assert fresh.clipped == 0
-    assert fresh.strength == pytest.approx(fresh.strength_without_ratio)
+    with Instrument(actor, ["model.layers.0"]) as instrument:
+        pull = instrument.leverage(batch)
+    assert exposure_features(spec.loss, batch, logps).clipped == 0
+    fresh = strength_of(spec.loss, batch, logps, pull)
+    assert fresh.full == pytest.approx(fresh.without_ratio)
     later = replace(batch, old_logps=logps - torch.linspace(-0.5, 0.5, logps.shape[1]))
     found = exposure_features(spec.loss, later, logps)
     assert 0 < found.clipped < 1
-    assert found.strength != found.strength_without_ratio == pytest.approx(fresh.strength)
+    moved = strength_of(spec.loss, later, logps, pull)
+    assert moved.full != moved.without_ratio == pytest.approx(fresh.full)
     omega = token_coefficients("grpo", batch.advantages, batch.completion_mask, logps, later.old_logps)
-    assert found.strength_without_probability == pytest.approx(float(omega.norm()))
-    assert found.strength == pytest.approx(float((omega * (1 - logps.exp())).norm()), rel=1e-5)
+    assert moved.without_leverage == pytest.approx(float(omega.norm()))
+    assert moved.by_probability == pytest.approx(float((omega * (1 - logps.exp())).norm()), rel=1e-5)
+    assert moved.full == pytest.approx(norm_at_the_head(actor, later) * spec.batch.accumulation, rel=1e-4)
     # The instrument's own gradient is that of the loss of training.
     exact = backward(actor, later, seed=0)
     actor.model.zero_grad(set_to_none=True)
