@@ -73,7 +73,7 @@ def make_plan(
     if recomputed.risk > job.problem.risk_limit:
         raise InternalError(f"{job.regime.label}: risk {recomputed.risk} over its limit {job.problem.risk_limit}")
     if options.delta == 0 and any(loses(unit.codec) for region in regions for unit in region.units):
-        raise InternalError(f"{job.regime.label}: an L unit at delta 0")
+        raise InternalError(f"{job.regime.label}: a codec that loses values at delta 0")
     closed = within_gap(verified, solution.bound_ns, options.gap_percent)
     if (solution.status == "optimal") != closed:
         raise InternalError(f"{job.regime.label}: status {solution.status}, gap closed: {closed}")

@@ -135,7 +135,7 @@ def _held_note(plans: Sequence[Plan]) -> tuple[str, ...]:
 
 
 def _jobs(trace: Trace, bucket: Bucket, options: Options, intervals: Sequence[RegimeInterval]) -> list[Job]:
-    """The regimes of one bucket, null first. Without L all of them are one problem."""
+    """The regimes of one bucket, null first. At delta 0 all of them are one problem."""
     lossy = options.delta > 0
     grain, offered = options.granularity, Offered()
     exact = build_regions(trace, bucket, lossy=lossy, risk_free=True, granularity=grain, offered=offered)
@@ -156,7 +156,7 @@ def _solve_bucket(
 ) -> dict[str, Solution]:
     """Solutions by regime, from the highest exposure to none; each starts from the one before, which fits it too.
 
-    The highest starts from the plan without L, so that a search cut short is never slower than it, and takes its place.
+    The highest starts from the plan of delta 0, so that a search cut short is never slower, and takes its place.
     ``buckets``: how many share the time that is left, this one included.
     """
     found: dict[str, Solution] = {}
@@ -189,7 +189,7 @@ def _solve_bucket(
 
 
 def _without_lossy(trace: Trace, highest: Job, options: Options) -> Job:
-    """The problem of the highest regime without L."""
+    """The problem of the highest regime at delta 0."""
     regions = build_regions(trace, highest.bucket, lossy=False, risk_free=True, granularity=options.granularity)
     limit = highest.problem.risk_limit
     problem = assemble(trace, highest.bucket, regions, budget_bytes=options.ceiling_bytes, limit=limit)

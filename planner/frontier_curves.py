@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hilore.planner.build import build_problem, risk_limit
 from hilore.planner.compose import region_plan, update_error
@@ -129,7 +129,11 @@ def _exact_curve(setting: Setting, policy: str, offers: Sequence[Sequence[Candid
 
 
 def _chain_candidates(setting: Setting, budget_bytes: int) -> list[Candidate]:
-    problem = build_problem(setting.trace, setting.bucket, budget_bytes=budget_bytes, delta=0.0, psi_high=0.0)
+    classes = (
+        replace(one, units=tuple(replace(unit, codecs=()) for unit in one.units)) for one in setting.bucket.classes
+    )
+    bare = replace(setting.bucket, classes=tuple(classes))  # this rival encodes nothing
+    problem = build_problem(setting.trace, bare, budget_bytes=budget_bytes, delta=0.0, psi_high=0.0)
     return [_candidate(setting, problem, name, choice) for name, choice in chain_choices(problem)]
 
 

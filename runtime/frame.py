@@ -127,7 +127,7 @@ class Frame:
         if action.kept:
             record.keep(result, action.codec, self._compute_dtype() if action.codec is not None else None, self.choice)
             if record.kept is not None and record.kept.unfit:
-                self._demote(unit_name)
+                self._give_up_packing(record, result)
         else:
             record.watch_output(result)
         if record.may_draw or kwargs.get("dropout"):
@@ -135,13 +135,15 @@ class Frame:
         self.choice.stats.unit_ran(unit_name, record)
         return result
 
-    def _demote(self, unit_name: str) -> None:
-        """A lossless codec cannot hold a unit's values: this frame's L units run again, as after late demotion."""
-        self.unfit = True
-        self.actions = self.choice.actions(self.region, unfit=True)
-        for record in self.records.values():
-            record.let_go()
-        self.choice.stats.unit_unfit(unit_name)
+    def _give_up_packing(self, record: UnitRecord, result: Any) -> None:
+        # Where ranks replay together another rank's values may fit: collectives of the unit's call would differ.
+        self.choice.stats.unit_unfit(record.unit.name, kept_whole=self.choice.whole_replays)
+        if self.choice.whole_replays:
+            record.keep(result, None, None, self.choice)
+            return
+        self.unfit, self.actions = True, self.choice.actions(self.region, unfit=True)
+        for each in self.records.values():
+            each.let_go()
 
     def front_call(self, unit_name: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """A call of a module in a unit's front: noted while that unit's forward is recorded."""

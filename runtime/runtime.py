@@ -191,15 +191,15 @@ class Runtime:
             if self.stats.over_length == 1:
                 notice(self.plans.why_not_covered(tokens, rows, completions))
             return Choice(None, {}, self.stats, demoted=False), "over_length"
-        if exposure is None:
-            return self._choice(highest, demoted=True), "no exposure given"
-        plan = self.plans.select(exposure, tokens, rows, completions=completions, masked=masked)
-        assert plan is not None
-        above = exposure > plan.regime.exposure_high
-        self.stats.over_exposure += above
-        if self._alarm or self.stats.audit.alarm:
-            return self._choice(plan, demoted=True), "audit alarm"
-        return self._choice(plan, demoted=above), "exposure above every regime" if above else ""
+        plan, reason = highest, "no exposure given"
+        if exposure is not None:
+            plan = self.plans.select(exposure, tokens, rows, completions=completions, masked=masked) or highest
+            above = exposure > plan.regime.exposure_high
+            self.stats.over_exposure += above
+            alarm = self._alarm or self.stats.audit.alarm
+            reason = "audit alarm" if alarm else "exposure above every regime" if above else ""
+        demoted = bool(reason) and plan.lossy
+        return self._choice(plan, demoted), reason if demoted else ""
 
     def place_checkpoints(self) -> None:
         """Give every region's layer our checkpointing function (each time the switch is turned on)."""
@@ -288,7 +288,7 @@ class Runtime:
         return known[1]
 
     def _choice(self, plan: Plan, demoted: bool) -> Choice:
-        return Choice(plan, self._actions(plan), self.stats, demoted and plan.lossy)
+        return Choice(plan, self._actions(plan), self.stats, demoted)
 
     def _refuse_switch(self) -> None:
         if self._forward is not None:

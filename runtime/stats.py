@@ -94,15 +94,18 @@ class Stats:
             stats.encoded_bytes += record.kept.nbytes
             stats.stored_raw += record.kept.encoded.raw
 
-    def unit_unfit(self, unit_name: str) -> None:
-        stats = self.units.setdefault(unit_name, UnitStats())
-        if not stats.unfit:
+    def unit_unfit(self, unit_name: str, *, kept_whole: bool) -> None:
+        """``kept_whole``: its output is kept as it is instead, since ranks replay together."""
+        if not any(unit.unfit for unit in self.units.values()):
+            instead = "its output is kept whole, which no predicted peak has room for"
+            if not kept_whole:
+                instead = "the L units of its region run again in backward, exactly and within the predicted peak"
             notice(
-                f"{unit_name}: its values do not fit its lossless codec; where that happens the L units of its region "
-                "run again in backward, exactly and within the predicted peak. If it happens often "
-                "(runtime.stats.units[...].unfit), leave the codec out of model.yaml's codecs and solve again"
+                f"{unit_name}: its values do not fit its lossless codec; where that happens {instead}. "
+                "runtime.stats.units[...].unfit counts how often; if it is often, leave the codec out of model.yaml's "
+                "codecs, then trace and solve again"
             )
-        stats.unfit += 1
+        self.units.setdefault(unit_name, UnitStats()).unfit += 1
 
     def call_left_out(self, unit_name: str, action: Action) -> None:
         stats = self.units.setdefault(unit_name, UnitStats())

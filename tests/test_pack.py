@@ -267,3 +267,46 @@ def test_without_loss_nothing_is_demoted() -> None:
         loss_of(model, batch).backward()
         runtime.detach()
         assert runtime.stats.units["model.layers.0.mlp.gate_proj"].answered == (0 if demoted else 1)
+
+
+class Alone:
+    """An agreement of one rank."""
+
+    def largest(self, wanted: object) -> object:
+        return wanted
+
+
+def test_where_ranks_replay_together_what_does_not_fit_is_kept_whole() -> None:
+    """Another rank's values may fit: its replay would then run other collectives."""
+    model = in_bf16(models.qwen2_tiny())
+    spread_rows(model, "model.layers.0.mlp.up_proj")
+    batch = models.microbatch_for(model)
+    expected = gradients(model, batch)
+    runtime = attach_plan(model, plan_for(model, {"mlp.up_proj": "L"}, codec=NAME))
+    runtime.agreement = Alone()  # type: ignore[assignment]
+    with pytest.warns(HiloreWarning, match=r"layers.0.mlp.up_proj: its values do not fit.* its output is kept whole"):
+        found = packed_step(runtime, model, batch)
+    runtime.detach()
+    assert_same_step(found, expected)
+    stats = runtime.stats.units["model.layers.0.mlp.up_proj"]
+    assert (stats.unfit, stats.answered, stats.encoded_bytes) == (1, 1, 0)
+    assert stats.kept_bytes > 0
+
+
+@pytest.mark.parametrize("path", ["plain", "compiled"])
+def test_what_does_not_fit_takes_no_more_memory_than_what_does(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass ends where the list is full; no list of all that is missed is made."""
+    monkeypatch.setattr(native, "_kernels", [None])
+    chunk = 1 << 14
+    values = normal(1 << 16)
+    values[::2] *= 2.0**-30
+    calls: list[int] = []
+
+    def counted(rows: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(rows.shape[0])
+        return pack.pack_rows(rows)
+
+    *_, count = pack._pack(values.view(torch.int16), counted, chunk if path == "plain" else 1 << 22)
+    assert int(count) > pack.list_room(values.numel())
+    assert calls == [chunk // pack.GROUP if path == "plain" else values.numel() // pack.GROUP]
+    assert CODEC.encode(values).raw

@@ -115,7 +115,7 @@ class NativeKernels:
         return mean
 
     def pack_bf16(self, flat: Tensor, codes: Tensor, places: Tensor, values: Tensor) -> int:
-        """Fills the last three as pack.py's ``pack`` says; how many elements the list should hold.
+        """Fills the last three as pack.py's ``pack`` says; its count.
 
         Raises CodecError where the C library has no memory for the threads' own lists.
         """

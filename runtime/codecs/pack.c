@@ -72,7 +72,7 @@ static void note_missed(const u16 *x, int64_t first, int64_t size, Missed *misse
 }
 
 static void pack_part(const u16 *x, int64_t numel, int64_t first, int64_t last, u8 *codes, Missed *missed) {
-    for (int64_t group = first; group < last; group++) {
+    for (int64_t group = first; group < last && missed->count <= missed->room; group++) {
         int64_t at = group * GROUP, size = numel - at < GROUP ? numel - at : GROUP;
         u16 padded[GROUP] = {0};
         const u16 *from = size < GROUP ? memcpy(padded, x + at, (size_t)size * sizeof(u16)) : x + at;
@@ -80,7 +80,7 @@ static void pack_part(const u16 *x, int64_t numel, int64_t first, int64_t last, 
     }
 }
 
-/* How many elements the list should hold; what of them there is room for is in it, in order. -1: no memory. */
+/* How many elements the list holds, in order; more than its room where it is too short. -1: no memory. */
 int64_t pack_bf16(const u16 *x, int64_t numel, u8 *codes, int32_t *places, u16 *values, int64_t room, int threads) {
     int64_t groups = (numel + GROUP - 1) / GROUP, parts = threads > 1 && numel >= 32768 ? threads : 1;
     Missed *missed = calloc((size_t)parts, sizeof(Missed));
@@ -96,11 +96,9 @@ int64_t pack_bf16(const u16 *x, int64_t numel, u8 *codes, int32_t *places, u16 *
         for (int64_t part = 0; part < parts; part++)
             pack_part(x, numel, groups * part / parts, groups * (part + 1) / parts, codes, &missed[part]);
         for (int64_t part = 0; part < parts; part++) {
-            int64_t kept = missed[part].count < room ? missed[part].count : room;
-            int64_t fits = count >= room ? 0 : kept < room - count ? kept : room - count;
-            if (part) {
-                memcpy(places + count, missed[part].places, (size_t)fits * sizeof(int32_t));
-                memcpy(values + count, missed[part].values, (size_t)fits * sizeof(u16));
+            if (part && count + missed[part].count <= room) {
+                memcpy(places + count, missed[part].places, (size_t)missed[part].count * sizeof(int32_t));
+                memcpy(values + count, missed[part].values, (size_t)missed[part].count * sizeof(u16));
             }
             count += missed[part].count;
         }

@@ -108,14 +108,18 @@ def _pack(flat: Tensor, run: Callable[..., Any] = pack_rows, chunk: int = EAGER_
     for start, rows in _rows_of(flat, chunk):
         packed, below = run(rows)
         codes[start // GROUP * GROUP_BYTES :][: packed.numel()] = packed.view(-1)
-        if not int(below.sum()):
+        missed = int(below.sum())
+        if count + missed > places.numel():
+            # Whatever is left, the list is too short.
+            count += missed
+            break
+        if not missed:
             continue
         groups = below.nonzero().view(-1)
         found = _places_below(rows[groups], groups) + start
-        kept = found[: max(0, places.numel() - count)]
-        places[count : count + kept.numel()] = kept.to(torch.int32)
-        values[count : count + kept.numel()] = flat[kept]
-        count += found.numel()
+        places[count : count + missed] = found.to(torch.int32)
+        values[count : count + missed] = flat[found]
+        count += missed
     return codes, places, values, torch.full((1,), count, dtype=torch.int64, device=flat.device)
 
 
@@ -216,8 +220,8 @@ for _name, _cpu, _other, _fake in (
 
 
 def pack(flat: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, places and values of the list (int32 and int16 ``[list_room]``), and how many elements it should hold,
-    int64 ``[1]``.
+    """Codes, places and values of the list (int32 and int16 ``[list_room]``), and how many elements it holds, int64
+    ``[1]``: more than there is room for where it is too short, when nothing else counts.
 
     ``flat``: the bits, int16 ``[n]``. One operator, so that fake tensors and dispatch modes see one call.
     """
