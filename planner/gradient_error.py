@@ -92,13 +92,14 @@ def leverage(actor: Actor, microbatch: Microbatch, *, seed: int) -> Tensor:
     try:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            logps = policy_logps(actor.model, microbatch, actor.spec.loss.head)
+            # Whatever the loss's own head, which may never call the output layer: the log-probs are the same.
+            logps = policy_logps(actor.model, microbatch, "naive")
     finally:
         handle.remove()
     if len(caught) != 1:
         raise HiloreError(
-            f"loss.head {actor.spec.loss.head}: it called the output layer {len(caught)} times, and where a token's "
-            "log-prob is made can be told of one call alone; use head: naive or trl"
+            f"{type(actor.model).__name__}: its forward called the output layer {len(caught)} times, and where a "
+            "token's log-prob is made can be told of one call alone"
         )
     (gradient,) = torch.autograd.grad(logps.sum(), caught)
     norms = gradient.double().norm(dim=-1)
@@ -144,8 +145,8 @@ class Instrument:
     def leverage(self, microbatch: Microbatch) -> Tensor:
         """How far each response token's log-prob moves with its last hidden state: norms of gradients, [B, Tr] float64.
 
-        One forward and the head's own backward. Raises HiloreError for a head that does not call the output layer as
-        a module (chunked ones).
+        One forward with all logits at once and their own backward. Raises HiloreError for a model whose forward does
+        not call its output layer once.
         """
         if self._runtime is not None:
             self._runtime.disable()

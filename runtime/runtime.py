@@ -31,7 +31,7 @@ from hilore.runtime.plan import Plan
 from hilore.runtime.planfile import PlanSet
 from hilore.runtime.region import Choice, RegionActions, RegionBinding, compile_plan
 from hilore.runtime.sharded import ShardingWatch
-from hilore.runtime.stats import Stats
+from hilore.runtime.stats import NO_EXPOSURE, Stats
 
 
 class Runtime:
@@ -191,7 +191,7 @@ class Runtime:
             if self.stats.over_length == 1:
                 notice(self.plans.why_not_covered(tokens, rows, completions))
             return Choice(None, {}, self.stats, demoted=False), "over_length"
-        plan, reason = highest, "no exposure given"
+        plan, reason = highest, NO_EXPOSURE
         if exposure is not None:
             plan = self.plans.select(exposure, tokens, rows, completions=completions, masked=masked) or highest
             above = exposure > plan.regime.exposure_high
@@ -245,30 +245,30 @@ class Runtime:
 
     def _begin_forward(self, inputs: list[torch.Tensor]) -> None:
         refuse_foreign_hooks(self.regions[0].name)
-        hidden = inputs[0]
-        rows, tokens = (hidden.shape[0], hidden.shape[1]) if hidden.dim() > 2 else (1, hidden.shape[0])
+        rows, tokens = inputs[0].shape[:2] if inputs[0].dim() > 2 else (1, inputs[0].shape[0])
         microbatch = self._open[-1] if self._open else None
         if microbatch is not None:
             self._forward = microbatch.resolve(tokens, rows, masked=takes_mask(inputs))
         else:
             wanted = self.agreed(Wanted(None, tokens, rows, None, takes_mask(inputs)))
-            self._forward, _ = self.choose(wanted.exposure, wanted.tokens, wanted.rows, masked=wanted.masked)
+            self._forward, reason = self.choose(wanted.exposure, wanted.tokens, wanted.rows, masked=wanted.masked)
+            self.stats.ran_outside(reason)
         self._forward.whole_replays = self.agreement is not None
         self._sharding.forward_begins(self._forward.plan)
         plan = self._forward.plan
         planned = plan.fingerprint.get("first_input_requires_grad") if plan is not None else None
         if (
             planned is not None
-            and bool(planned) != hidden.requires_grad
+            and bool(planned) != (found := inputs[0].requires_grad)
             and "first_input_requires_grad" not in self.stats.accepted
         ):
             raise FingerprintError(
                 f"Plan field first_input_requires_grad={planned}, the model's first region gets an input with "
-                f"requires_grad={hidden.requires_grad}. Call model.enable_input_require_grads() (or leave it out) as "
+                f"requires_grad={found}. Call model.enable_input_require_grads() (or leave it out) as "
                 "in the traced run",
                 field="first_input_requires_grad",
                 planned=planned,
-                found=hidden.requires_grad,
+                found=found,
             )
 
     def agreed(self, wanted: Wanted) -> Wanted:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from hilore.runtime.region import Action
     from hilore.runtime.unit import UnitRecord
 
+NO_EXPOSURE = "no exposure given"
+
 
 @dataclass(slots=True)
 class UnitStats:
@@ -55,7 +57,9 @@ class StepStats:
 class Stats:
     """Counters of one runtime. ``live_saved_bytes`` counts kept outputs that autograd still holds.
 
-    ``encode_roles``: how many outputs of L units had which role (runtime/eligibility.py); activations were encoded.
+    ``outside``: forwards outside of ``runtime.microbatch``, whose L units are recomputed since nobody knows their
+    exposure. ``encode_roles``: how many outputs of L units had which role (runtime/eligibility.py); activations were
+    encoded.
     """
 
     units: dict[str, UnitStats] = field(default_factory=dict)
@@ -66,6 +70,7 @@ class Stats:
     demotions: int = 0
     over_length: int = 0
     over_exposure: int = 0
+    outside: int = 0
     null_skipped: int = 0
     accepted: tuple[str, ...] = ()
     audit: AuditLog = field(default_factory=AuditLog)
@@ -79,6 +84,15 @@ class Stats:
     def frame_opened(self, frame: Frame) -> None:
         self.frames += 1
         self._frames.add(frame)
+
+    def ran_outside(self, reason: str) -> None:
+        """A forward outside of every ``runtime.microbatch``; ``reason``: why its L units are recomputed."""
+        self.outside += reason == NO_EXPOSURE
+        if reason == NO_EXPOSURE and self.outside == 1:
+            notice(
+                f"a forward ran outside of runtime.microbatch(...): {reason}, so its plan's L units are recomputed, as "
+                "in every such forward. Run the model inside `with runtime.microbatch(advantages, mask):`"
+            )
 
     def unit_ran(self, unit_name: str, record: UnitRecord) -> None:
         stats = self.units.setdefault(unit_name, UnitStats())

@@ -91,6 +91,9 @@ def differs(found: Step, expected: Step) -> bool:
     return any(not torch.equal(grad, found.gradients[name]) for name, grad in expected.gradients.items())
 
 
+OUTSIDE = pytest.mark.filterwarnings("ignore:a forward ran outside of runtime.microbatch")
+
+
 @pytest.fixture
 def actor() -> tuple[nn.Module, Microbatch, Step]:
     model = models.qwen2_tiny_lora(dropout=0.1)
@@ -164,8 +167,11 @@ def test_without_confirm_or_below_the_edge_nothing_is_demoted(actor: tuple[nn.Mo
 def test_outside_of_any_microbatch_the_highest_plan_runs_exact(actor: tuple[nn.Module, Microbatch, Step]) -> None:
     model, batch, expected = actor
     runtime = attach(model, plan_set(*four_plans(model).values()))
+    with pytest.warns(HiloreWarning, match=r"a forward ran outside of runtime.microbatch\(...\): no exposure given"):
+        found = gradients(model, batch)
+    assert_same_step(found, expected)
     assert_same_step(gradients(model, batch), expected)
-    assert (runtime.stats.frames, runtime.stats.steps) == (2, [])
+    assert (runtime.stats.frames, runtime.stats.steps, runtime.stats.outside) == (4, [], 2)
     runtime.detach()
 
 
@@ -199,6 +205,7 @@ def chain() -> tuple[nn.Module, Tensor]:
     return model, x
 
 
+@OUTSIDE
 def test_what_is_dead_under_the_plan_runs_once_demoted() -> None:
     model, x = chain()
     expected = gradients(model, x)
@@ -215,6 +222,7 @@ def test_what_is_dead_under_the_plan_runs_once_demoted() -> None:
     runtime.detach()
 
 
+@OUTSIDE
 def test_a_wrong_dead_if_demoted_is_nan() -> None:
     model, x = chain()
     plan = plan_for(model, {"end": "L"})
@@ -297,6 +305,7 @@ def test_eval_mode_in_a_training_step_is_said(actor: tuple[nn.Module, Microbatch
     runtime.detach()
 
 
+@OUTSIDE
 def test_a_nan_advantage_raises_before_anything_runs(actor: tuple[nn.Module, Microbatch, Step]) -> None:
     model, batch, expected = actor
     runtime = attach(model, plan_set(*four_plans(model).values()))
@@ -365,6 +374,7 @@ def test_a_larger_forward_in_the_same_microbatch_chooses_again(actor: tuple[nn.M
 # --- one plan per forward -------------------------------------------------------------------------------------------
 
 
+@OUTSIDE
 def test_a_choice_in_the_middle_of_a_forward_raises(actor: tuple[nn.Module, Microbatch, Step]) -> None:
     model, batch, expected = actor
     plans = four_plans(model)
@@ -389,6 +399,7 @@ def test_a_choice_in_the_middle_of_a_forward_raises(actor: tuple[nn.Module, Micr
     runtime.detach()
 
 
+@OUTSIDE
 def test_a_forward_that_died_between_regions_is_forgotten_when_switched_off(
     actor: tuple[nn.Module, Microbatch, Step],
 ) -> None:

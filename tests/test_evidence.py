@@ -288,6 +288,8 @@ def test_features_of_a_later_inner_epoch(spec: ModelSpec, batches: tuple[Microba
         logps = policy_logps(actor.model, batch, "naive")
     with Instrument(actor, ["model.layers.0"]) as instrument:
         pull = instrument.leverage(batch)
+    by_trl = replace(actor, spec=replace(spec, loss=replace(spec.loss, head="trl")))
+    assert torch.equal(Instrument(by_trl, ["model.layers.0"]).leverage(batch), pull)
     assert exposure_features(spec.loss, batch, logps).clipped == 0
     fresh = strength_of(spec.loss, batch, logps, pull)
     assert fresh.full == pytest.approx(fresh.without_ratio)

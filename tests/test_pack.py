@@ -257,6 +257,7 @@ def test_what_loses_values() -> None:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:a forward ran outside of runtime.microbatch")
 def test_without_loss_nothing_is_demoted() -> None:
     """A forward without any exposure, as one above every regime, runs a plan as it is where no unit loses values."""
     model = in_bf16(models.qwen2_tiny())
