@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from hilore.planner.spec import ModelSpec, SpecError, load_spec, spec_as_dict, spec_from_dict
+from hilore.planner.spec_rules import DERIVED, SECTIONS, TOP_KEYS
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -232,3 +236,31 @@ def test_a_spec_out_of_a_trace_is_checked_too(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         spec_from_dict(data)
     assert sorted(line.split(": ")[1] for line in caught.value.problems) == ["batch.microbatch", "los", "loss"]
+
+
+def test_the_reference_has_every_key_with_its_default() -> None:
+    """docs/model-yaml.md: no key is missing, none is made up, defaults and choices are those that the reader takes."""
+    text = (ROOT / "docs" / "model-yaml.md").read_text(encoding="utf-8")
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line] for line in lines]
+    told = {key.strip("`"): (values, default) for key, values, default, _ in rows}
+    assert len(told) == len(rows)
+    known = {f"{name}.{item.name}": item for name, section in SECTIONS.items() for item in fields(section.type)}
+    assert set(told) == {*known, *TOP_KEYS} - set(SECTIONS)
+    for name, section in SECTIONS.items():
+        for key in section.keys:
+            values, default = told[f"{name}.{key}"]
+            taken = {v.defaults[key] for v in section.variants.values() if key in v.defaults}
+            taken |= {(section.absent or {})[key]} if key in (section.absent or {}) else set()
+            if not taken:
+                assert default == "-", key
+            elif DERIVED in taken:
+                assert default == "derived", key
+            elif taken == {""}:
+                assert default, key
+            else:
+                (value,) = taken
+                assert default.strip("`") == (value if isinstance(value, str) else json.dumps(value)), key
+            choices = section.variants if key == section.selector else get_args(get_type_hints(section.type)[key])
+            if choices and all(isinstance(choice, str) for choice in choices) and "dtype" not in values:
+                assert [choice for choice in choices if choice] == re.findall(r"`([^`]*)`", values), key
