@@ -114,7 +114,7 @@ def estimated_codec_costs(gpu: Gpu, output: Tensor, names: Iterable[str], device
     found = []
     for name in names:
         codec, shape = get_codec(name), tuple(output.shape)
-        if codec.lossless and not codec.shrinks(shape, output.dtype):
+        if codec.lossless and not (codec.holds_activations and codec.shrinks(shape, output.dtype)):
             continue
         payload = codec.nbytes(shape, output.dtype)
         moved = payload + output.numel() * output.element_size()

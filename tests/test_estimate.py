@@ -175,12 +175,13 @@ def tiny(**sections: str) -> Trace:
 
 
 def test_codecs_that_no_unit_offers_are_told() -> None:
-    trace = tiny(adapter="{kind: lora, rank: 4}", codecs="[bitmask, int8-g64, exact-bf16]")
+    trace = tiny(adapter="{kind: lora, rank: 4}", codecs="[bitmask, int8-g64, pack-bf16, exact-bf16]")
     told = [note for note in trace.notes if note.startswith("codecs: ")]
     assert len(told) == 1
     assert told[0].startswith("codecs: bitmask, exact-bf16 offered to no unit: no unit's output is what they")
     assert {cost.codec for one in trace.buckets[0].classes for unit in one.units for cost in unit.codecs} == {
-        "int8-g64"
+        "int8-g64",
+        "pack-bf16",
     }
 
 

@@ -46,6 +46,8 @@ class Codec(ABC):
 
     name: str
     lossless: bool
+    # Whether nearly every activation of a dtype that it is for fits, so that a plan may count on it unseen.
+    holds_activations = True
 
     def __init__(self) -> None:
         self.stored_raw = 0

@@ -31,6 +31,7 @@ class LosslessCodec(Codec):
     """Takes tensors of any dtype."""
 
     lossless = True
+    holds_activations = False
 
     @abstractmethod
     def _payload(self, tensor: Tensor) -> tuple[Tensor, ...] | None:

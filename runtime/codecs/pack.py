@@ -45,6 +45,7 @@ class PackBf16(LosslessCodec):
     values int16."""
 
     name = "pack-bf16"
+    holds_activations = True
 
     def _payload(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
         flat = flat_view(tensor) if is_dense(tensor) else tensor.permute(memory_order(tensor)).reshape(-1)
