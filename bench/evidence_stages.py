@@ -219,6 +219,7 @@ def risk(setting: Setting) -> None:
             found[codec], shape = rankings(errors, trace), errors.absolute[1:].shape
     store.close(done=False)
     data = {
+        "split": split,
         "microbatches": shape[0],
         "regions": shape[1],
         "rankings": {codec: {name: asdict(one) for name, one in made.items()} for codec, made in found.items()},
@@ -230,7 +231,7 @@ def risk(setting: Setting) -> None:
 def risk_table(data: dict[str, Any]) -> Table:
     by_codec = {codec: {name: Ranking(**one) for name, one in made.items()} for codec, made in data["rankings"].items()}
     pairs = f"{data['microbatches']} microbatches x {data['regions']} regions"
-    return rankings_table(by_codec, f"absolute error of {pairs}, ranked by each score")
+    return rankings_table(by_codec, f"{data['split']}: absolute error of {pairs}, ranked by each score")
 
 
 def _print_split(split: str, data: dict[str, Any]) -> None:

@@ -56,13 +56,6 @@ class Strength:
     by_probability: float
     without_leverage: float
 
-    def as_json(self) -> dict[str, float]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Strength:
-        return cls(**data)
-
 
 def exposure_features(loss: Loss, batch: Microbatch, logps: Tensor) -> ExposureFeatures:
     """``logps``: float [B, Tr], of the exact forward."""

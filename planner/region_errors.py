@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -78,12 +78,12 @@ def measure_regions(
                 exact = instrument.exact(batch)
             seen = {
                 "features": exposure_features(loss, batch, exact.logps).as_json(),
-                "strength": strength_of(loss, batch, exact.logps, instrument.leverage(batch)).as_json(),
+                "strength": asdict(strength_of(loss, batch, exact.logps, instrument.leverage(batch))),
                 "encoded": watch.per_region(),
             }
             found = store.put(f"{codec}-exact-{place}", seen)
         features.append(ExposureFeatures.from_json(found["features"]))
-        strengths.append(Strength.from_json(found["strength"]))
+        strengths.append(Strength(**found["strength"]))
         encoded.append([found["encoded"][column] for column in places])
         row = []
         for turn, column in enumerate(places):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hilore.runtime.attach import attach
-from hilore.runtime.codecs import compiled, get_codec, loses, native, pack
+from hilore.runtime.codecs import compiled, get_codec, loses, native, ops, pack
 from hilore.runtime.errors import HiloreWarning
 from hilore.runtime.runtime import Runtime
 from tests import models
@@ -29,17 +28,16 @@ from tests.plans import (
     plan_for,
     units_of,
 )
+from tests.test_codecs import normal as drawn
+from tests.test_codecs_lossless import same_bits
+from tests.test_lossy import FAMILIES
 
 CODEC = get_codec(pack.PackBf16.name)
 NAME = CODEC.name
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left.contiguous().view(torch.int16), right.contiguous().view(torch.int16))
+def normal(*shape: int) -> Tensor:
+    return drawn(*shape, dtype=torch.bfloat16)
 
 
 def by_definition(values: Tensor) -> int:
@@ -121,7 +119,7 @@ def test_compiled_graphs_equal_the_kernels_and_serve_every_length(monkeypatch: p
     tensors[1][3, :5] *= 2.0**-20
     encoded = [CODEC.encode(tensor) for tensor in tensors]
     monkeypatch.setattr(native, "_kernels", [None])
-    monkeypatch.setattr(pack, "_COMPILED_DEVICES", ("cpu",))
+    monkeypatch.setattr(ops, "COMPILED_DEVICES", ("cpu",))
     before = counters["stats"]["unique_graphs"]
     for tensor, expected in zip(tensors, encoded, strict=True):
         found = CODEC.encode(tensor)
@@ -143,16 +141,6 @@ def test_fake_tensors_give_the_same_sizes() -> None:
 
 def in_bf16(model: nn.Module) -> nn.Module:
     return model.to(torch.bfloat16)
-
-
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "qwen2": models.qwen2_tiny,
-    "lora": models.qwen2_tiny_lora,
-    "qwen3": models.qwen3_tiny,
-    "llama": models.llama_tiny,
-    "phi3": models.phi3_tiny,
-    "gemma2": models.gemma2_tiny,
-}
 
 
 def packed_step(runtime: Runtime, model: nn.Module, batch: object) -> Step:
@@ -294,20 +282,18 @@ def test_where_ranks_replay_together_what_does_not_fit_is_kept_whole() -> None:
     assert stats.kept_bytes > 0
 
 
-@pytest.mark.parametrize("path", ["plain", "compiled"])
-def test_what_does_not_fit_takes_no_more_memory_than_what_does(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass ends where the list is full; no list of all that is missed is made."""
-    monkeypatch.setattr(native, "_kernels", [None])
-    chunk = 1 << 14
+@pytest.mark.parametrize("chunk", [1 << 14, 1 << 22])
+def test_the_pass_ends_where_the_list_is_full(chunk: int) -> None:
+    """No list of all that is missed is made: it would take more memory than what fits does."""
     values = normal(1 << 16)
     values[::2] *= 2.0**-30
     calls: list[int] = []
 
     def counted(rows: Tensor) -> tuple[Tensor, Tensor]:
-        calls.append(rows.shape[0])
+        calls.append(rows.numel())
         return pack.pack_rows(rows)
 
-    *_, count = pack._pack(values.view(torch.int16), counted, chunk if path == "plain" else 1 << 22)
+    *_, count = pack._pack(values.view(torch.int16), counted, chunk)
     assert int(count) > pack.list_room(values.numel())
-    assert calls == [chunk // pack.GROUP if path == "plain" else values.numel() // pack.GROUP]
+    assert calls == [min(chunk, values.numel())]
     assert CODEC.encode(values).raw

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hilore.runtime.codecs import ops
 from hilore.runtime.codecs.base import Encoded, element_count, flat_view, is_abstract, is_dense, memory_order
 from hilore.runtime.codecs.compiled import COMPILED_CHUNK, compiled_rows
 from hilore.runtime.codecs.exact import LosslessCodec
@@ -29,7 +30,6 @@ GROUP, GROUP_BYTES, WINDOW = 32, 49, 15
 LIST_SHARE, LIST_LEAST = 512, 16
 # Bytes per element of a chunk that plain torch, or a compiled graph between its kernels, holds at once.
 EAGER_BYTES, COMPILED_BYTES = 32, 12
-_COMPILED_DEVICES = ("cuda", "xpu")
 
 
 def code_bytes(numel: int) -> int:
@@ -59,13 +59,12 @@ class PackBf16(LosslessCodec):
         return unpack(codes, places, values, element_count(encoded.shape)).view(torch.bfloat16)
 
     def encode_workspace_bytes(self, shape: Sequence[int], dtype: torch.dtype, device_type: str = "cpu") -> int:
-        # A tensor with gaps or repeats is copied first, which declares no dense one's workspace.
         lists = 6 * list_room(element_count(shape)) * torch.get_num_threads()
         return lists + self.decode_workspace_bytes(shape, dtype, device_type)
 
     def decode_workspace_bytes(self, shape: Sequence[int], dtype: torch.dtype, device_type: str = "cpu") -> int:
         padded = element_count(shape) + 2 * GROUP
-        if device_type in _COMPILED_DEVICES:
+        if device_type in ops.COMPILED_DEVICES:
             return 64 + COMPILED_BYTES * min(padded, COMPILED_CHUNK)
         if device_type == "cpu" and native_kernels() is not None:
             return 64
@@ -162,13 +161,13 @@ def _unpack(
 
 
 def _pack_any(flat: Tensor) -> tuple[Tensor, ...]:
-    if flat.device.type in _COMPILED_DEVICES:
+    if flat.device.type in ops.COMPILED_DEVICES:
         return _pack(flat, lambda rows: compiled_rows(pack_rows, rows), COMPILED_CHUNK)
     return _pack(flat)
 
 
 def _unpack_any(codes: Tensor, places: Tensor, values: Tensor, numel: int) -> Tensor:
-    if codes.device.type in _COMPILED_DEVICES:
+    if codes.device.type in ops.COMPILED_DEVICES:
         return _unpack(codes, places, values, numel, lambda rows: compiled_rows(unpack_rows, rows), COMPILED_CHUNK)
     return _unpack(codes, places, values, numel)
 
