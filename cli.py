@@ -187,6 +187,7 @@ def solve(
 
 for command in (
     cli_calibrate.calibrate,
+    cli_calibrate.confirm,
     cli_measures.verify,
     cli_measures.bench,
     cli_views.show,

@@ -58,6 +58,52 @@ def calibrate(
     print_parts(*tables, *view.calibration_lines(calibrated), f"written: {path}")
 
 
+def confirm(
+    model: Annotated[str, typer.Argument(metavar="MODEL.YAML", help="The actor that the trace is of.")],
+    rollouts: Annotated[
+        str, typer.Option("--rollouts", metavar="FILE", help="Recorded rollouts (JSONL), best not calibration's.")
+    ],
+    budget: Annotated[str, typer.Option("--budget", metavar="MIB|auto", help="As for solve.")],
+    delta: Annotated[str, typer.Option("--delta", help="As for solve.")],
+    margin: Annotated[str | None, typer.Option("--margin", metavar="MIB", help="As for solve.")] = None,
+    trace_path: TraceOption = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of adapters, as for calibrate.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the plans that solve makes of a budget and delta, until updates keep delta; solve then makes those."""
+    from dataclasses import replace
+
+    from hilore.planner import calibration_view as view
+    from hilore.planner.budget import parse_delta, parse_memory
+    from hilore.planner.progress import progress_bar
+    from hilore.planner.spec import load_spec
+    from hilore.planner.tracefile import load_trace, newest_trace, save_trace
+
+    spec = load_spec(model)
+    spec = replace(spec, calibration=replace(spec.calibration, source="rollouts", path=rollouts))
+    wanted_delta = parse_delta(delta)
+    path = Path(trace_path) if trace_path is not None else newest_trace()
+    found = load_trace(path)
+    budget_bytes, margin_bytes = parse_memory(budget, margin, card_bytes=found.card_bytes)
+    from hilore.planner.confirm import SUFFIX, Target, confirm_trace
+
+    with progress_bar() as progress:
+        confirmation = confirm_trace(
+            spec,
+            found,
+            Target(budget_bytes, margin_bytes, wanted_delta),
+            progress,
+            rollouts=Path(rollouts),
+            state=Path(f"{path}{SUFFIX}"),
+            seed=seed,
+        )
+    save_trace(confirmation.trace, path)
+    if as_json:
+        print_json(view.confirmation_json(confirmation, str(path)))
+        return
+    print_parts(*view.confirmation_parts(confirmation), f"written: {path}")
+
+
 def verify_on_rollouts(
     plans: Sequence[Plan],
     spec: ModelSpec,

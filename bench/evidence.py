@@ -2,8 +2,9 @@
 
 Stages, in order (all by default; each goes on from where it was stopped, and later ones read what earlier ones wrote):
 
-- ``rollouts``: the actor answers two tasks; three files: for calibration, the same task again, the other task
+- ``rollouts``: the actor answers two tasks; four files: for calibration, the same task again twice, the other task
 - ``calibrate``: trace and calibration on the first file
+- ``confirm``: the factor of each delta, by measuring its plans on a file of their own (planner/confirm.py)
 - ``solve``: plans at each delta, one set with the rule each, one with the rule joint where calibration allows it
 - ``training-plans``: for ``python -m bench.training``
 - ``same``, ``other``: updates composed of held-out microbatches, after an inner epoch that moved the policy
@@ -34,7 +35,19 @@ from bench.evidence_setting import Setting
 from hilore.planner.spec import load_spec
 from hilore.runtime.errors import HiloreError
 
-STAGES = ("rollouts", "calibrate", "solve", "training-plans", "same", "other", "risk", "sizes", "refresh", "report")
+STAGES = (
+    "rollouts",
+    "calibrate",
+    "confirm",
+    "solve",
+    "training-plans",
+    "same",
+    "other",
+    "risk",
+    "sizes",
+    "refresh",
+    "report",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     by_name: dict[str, Callable[[Setting], None]] = {
         "rollouts": stages.rollouts,
         "calibrate": stages.calibrate,
+        "confirm": stages.confirm,
         "solve": stages.solve,
         "training-plans": stages.training_plans,
         "same": lambda given_setting: stages.held_out(given_setting, "same"),

@@ -20,7 +20,7 @@ from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Trace
 from hilore.planner.tracefile import load_trace
 
-SPLITS = {"calibration": 0, "same": 1, "other": 2}
+SPLITS = {"calibration": 0, "same": 1, "other": 2, "confirmation": 3}
 LINE_EVERY_S = 20.0
 
 
@@ -35,7 +35,8 @@ class Setting:
 
     def of_split(self, split: str) -> ModelSpec:
         """With as many microbatches as that split's file is to have."""
-        count = self.given.calibration_microbatches if split == "calibration" else self.given.microbatches
+        measured_on = split in ("calibration", "confirmation")
+        count = self.given.calibration_microbatches if measured_on else self.given.microbatches
         return replace(self.spec, calibration=replace(self.spec.calibration, microbatches=count))
 
     @property

@@ -15,6 +15,8 @@ from hilore.planner.actor import Actor, build_actor
 from hilore.planner.calibrate import calibrate_trace
 from hilore.planner.calibration_sources import generate_file, is_null
 from hilore.planner.calibration_state import CalibrationState
+from hilore.planner.calibration_view import confirmation_json, confirmation_parts
+from hilore.planner.confirm import Target, confirm_trace
 from hilore.planner.emit import solve_trace, write_plans
 from hilore.planner.evidence import Ranking
 from hilore.planner.evidence_view import (
@@ -39,6 +41,7 @@ from hilore.planner.heldout_regimes import regime_rows
 from hilore.planner.region_errors import measure_regions, rankings
 from hilore.planner.spec import load_spec
 from hilore.planner.stepping import float32_twin
+from hilore.planner.trace import Trace
 from hilore.planner.tracefile import load_trace, save_trace
 from hilore.planner.tracing import trace_spec
 from hilore.planner.verify import reference_peaks
@@ -84,10 +87,35 @@ def calibrate(setting: Setting) -> None:
     )
 
 
+def confirm(setting: Setting) -> None:
+    """Settle the factor of each delta on rollouts of their own."""
+    path = setting.file("calibrated.trace.json")
+    rows = []
+    for delta in setting.given.deltas:
+        trace = setting.trace
+        target = Target(_budget_bytes(setting, trace), 0, delta)
+        if any(one.is_for(target.budget_bytes, 0, delta) for one in trace.calibration.confirmed):
+            continue
+        rollouts = setting.file("confirmation.jsonl")
+        state = setting.file(f"confirmation-{delta:g}.state")
+        found = confirm_trace(
+            setting.spec, trace, target, tell(), rollouts=rollouts, state=state, seed=setting.given.seed
+        )
+        save_trace(found.trace, path)
+        for part in confirmation_parts(found):
+            say(part)
+        rows.append(confirmation_json(found, ""))
+        setting.file("confirm.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def _budget_bytes(setting: Setting, trace: Trace) -> int:
+    low, high = reference_peaks(trace)
+    return int(low + setting.given.part * (high - low))
+
+
 def solve(setting: Setting) -> None:
     trace = setting.trace
-    low, high = reference_peaks(trace)
-    budget = int(low + setting.given.part * (high - low))
+    budget = _budget_bytes(setting, trace)
     for delta in setting.given.deltas:
         for rule in ("each", "joint"):
             solved = solve_trace(trace, budget_bytes=budget, delta=delta, rule=rule)

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import torch
 
-from hilore.planner.calibration_measure import digest
 from hilore.planner.calibration_sources import Recording
+from hilore.planner.digest import digest
 from hilore.planner.spec import spec_as_dict
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Trace

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from hilore.planner.actor import Actor
 from hilore.planner.calibration_fit import Observation, expected_model
-from hilore.planner.calibration_plans import lossy_units, random_plans
+from hilore.planner.calibration_plans import lossy_units, plan_at, random_plans
 from hilore.planner.calibration_state import CalibrationState, sketch_as_json, sketch_from_json
+from hilore.planner.digest import plan_digest
 from hilore.planner.gradient_error import Backward, Instrument, backward
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.sketch import Sketch
@@ -65,10 +63,13 @@ class Measuring:
 
     def _exact(self, place: int) -> _Exact:
         """The exact gradient of a microbatch, of an earlier part where it was kept."""
-        return self._kept.pop(place, None) or _Exact(self.instrument, self.batches[place])
+        return self._kept.get(place) or _Exact(self.instrument, self.batches[place])
 
     def _keep(self, place: int, exact: _Exact) -> None:
-        if exact.kept_bytes <= self._room_bytes:
+        """For the next part, on the host, where there is room."""
+        if place in self._kept:
+            exact.on_host()
+        elif exact.kept_bytes <= self._room_bytes:
             self._room_bytes -= exact.kept_bytes
             self._kept[place] = exact.on_host()
 
@@ -84,7 +85,7 @@ class Measuring:
             for row, plan in enumerate(plans):
                 self._tell("calibrate: random plans", done * count + row, len(self.exposed) * count)
                 # The plan too: what is expected of units, and with it the draw, may change between versions.
-                key = f"{plan.name}-{digest([asdict(region) for region in plan.regions])}"
+                key = f"{plan.name}-{plan_digest(plan)}"
                 squared = self._store.get(key)
                 if squared is None:
                     squared = self._store.put(key, exact.squared_error(plan))
@@ -94,34 +95,50 @@ class Measuring:
 
     def scored(self, plans: Sequence[Plan]) -> list[MeasuredMicrobatch]:
         """Every microbatch under every plan, in the order of the file; those of exposure 0 without a run."""
-        keys = [digest([asdict(region) for region in plan.regions]) for plan in plans]
+        return self._all("calibrate: plans to be bounded", lambda _psi: plans)
+
+    def chosen(self, plans: Sequence[Plan], label: str) -> list[MeasuredMicrobatch]:
+        """Every microbatch under that one of ``plans`` (one set, of one length bucket) that its exposure chooses."""
+        return self._all(label, lambda psi: (plan_at(plans, psi),))
+
+    def _all(self, label: str, plans_at: Callable[[float], Sequence[Plan | None]]) -> list[MeasuredMicrobatch]:
         measured = []
         for place, batch in enumerate(self.batches):
             if place in self.exposed:
-                measured.append(self._measured(place, plans, keys))
+                measured.append(self._measured(place, label, plans_at))
             else:
                 nothing = self.instrument.sketcher.nothing()
-                measured.append(MeasuredMicrobatch(0.0, _tokens(batch), nothing, (nothing,) * len(plans)))
-        total = len(self.exposed) * len(plans)
-        self._tell("calibrate", total, total)
+                errors = (nothing,) * len(plans_at(0.0))
+                measured.append(MeasuredMicrobatch(0.0, _tokens(batch), nothing, errors))
+        self._tell(label, 1, 1)
         return measured
 
-    def _measured(self, place: int, plans: Sequence[Plan], keys: Sequence[str]) -> MeasuredMicrobatch:
+    def _measured(
+        self, place: int, label: str, plans_at: Callable[[float], Sequence[Plan | None]]
+    ) -> MeasuredMicrobatch:
         exact = self._exact(place)
         found = self._store.get(f"exact-{place}")
         if found is None:
             found = self._store.put(f"exact-{place}", exact.as_json())
         self.largest_log_move = max(self.largest_log_move, (found["log_move"], place))
+        plans = plans_at(found["psi"])
         done = self.exposed.index(place) * len(plans)
         errors = []
-        for row, (plan, key) in enumerate(zip(plans, keys, strict=True)):
-            self._tell("calibrate: plans to be bounded", done + row, len(self.exposed) * len(plans))
-            error = self._store.get(f"scored-{place}-{key}")
-            if error is None:
-                error = self._store.put(f"scored-{place}-{key}", sketch_as_json(exact.error(plan)))
-            errors.append(sketch_from_json(error))
+        for row, plan in enumerate(plans):
+            self._tell(label, done + row, len(self.exposed) * len(plans))
+            errors.append(self._error(place, exact, plan))
+        self._keep(place, exact)
         gradient = sketch_from_json(found["gradient"])
         return MeasuredMicrobatch(found["psi"], _tokens(self.batches[place]), gradient, tuple(errors))
+
+    def _error(self, place: int, exact: _Exact, plan: Plan | None) -> Sketch:
+        if plan is None or not plan.lossy:
+            return self.instrument.sketcher.nothing()
+        key = f"scored-{place}-{plan_digest(plan)}"
+        error = self._store.get(key)
+        if error is None:
+            error = self._store.put(key, sketch_as_json(exact.error(plan)))
+        return sketch_from_json(error)
 
 
 class _Exact:
@@ -177,10 +194,6 @@ def layout_noise(actor: Actor, batch: Microbatch, seed: int) -> float | None:
 
 def seed_of(seed: int, place: int) -> int:
     return seed * 1_000_003 + place
-
-
-def digest(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _tokens(batch: Microbatch) -> int:

@@ -56,6 +56,12 @@ def lossy_units(bucket: Bucket, regions: Sequence[RegionPlan]) -> tuple[LossyUni
     return tuple(found)
 
 
+def plan_at(plans: Sequence[Plan], psi: float) -> Plan | None:
+    """What the runtime chooses of one set of one bucket, by ascending exposure; None above every regime, where the
+    highest plan's L units are recomputed."""
+    return next((plan for plan in plans if psi <= plan.regime.exposure_high), None)
+
+
 def every_lossy_unit(bucket: Bucket) -> tuple[LossyUnit, ...]:
     """Each unit, codec that changes values, and context that a plan can have, in order.
 

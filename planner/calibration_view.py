@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
+from hilore.planner.budget import mib
+from hilore.planner.confirm import Confirmation
 from hilore.planner.regimes import regimes
-from hilore.planner.trace import Trace
+from hilore.planner.trace import Confirmed, Trace
 
 
 def risk_table(trace: Trace) -> Table:
@@ -50,6 +53,11 @@ def calibration_lines(trace: Trace) -> list[str]:
         f"errors of updates: {found.mean_interaction:.3f} times the quadrature of their units on average, at most "
         f"{found.interaction:.3f} times with a confidence of {found.confidence:g}",
     ]
+    lines += [
+        f"confirmed: {_asked(one)}: updates within {one.error:.3%} with a confidence of {one.confidence:g}, measured "
+        f"on {one.microbatches} microbatches; solved with a factor of {one.interaction:.3f}"
+        for one in found.confirmed
+    ]
     if found.noise_floor is not None:
         native = "" if found.native_noise is None else f", {found.native_noise:.2%} in the actor's own dtypes"
         lines.append(f"noise of another layout of the same rollouts: {found.noise_floor:.1e} in float32{native}")
@@ -75,8 +83,38 @@ def calibration_json(trace: Trace, path: str) -> dict[str, Any]:
         "errors_percent": {
             kind: {codec: list(ends) for codec, ends in by_codec.items()} for kind, by_codec in _by_kind(trace).items()
         },
+        "confirmed": [asdict(one) for one in found.confirmed],
         "hold_only": {r.name: r.hold_only for r in trace.buckets[-1].regions if r.hold_only},
     }
+
+
+def _asked(one: Confirmed) -> str:
+    margin = f" (margin {mib(one.margin_bytes)})" if one.margin_bytes else ""
+    return f"budget {mib(one.budget_bytes)}{margin}, delta {one.delta:g}"
+
+
+def confirmation_parts(found: Confirmation) -> list[Table | str]:
+    """What ``confirm`` prints."""
+    table = Table(title="sets of plans: a new update's error over delta's, at most", title_justify="left")
+    for column in ("factor", "bound / delta", "regimes with L", "high regime: gain over GC"):
+        table.add_column(column, justify="right")
+    for trial in found.trials:
+        high = trial.plans[-1].predicted
+        lossy = sum(plan.lossy for plan in trial.plans)
+        gain = f"{high.gc_step_ns / high.step_ns - 1:+.1%}"
+        table.add_row(f"{trial.interaction:.3f}", f"{trial.bound:.3f}", str(lossy), gain)
+    one = found.confirmed
+    return [
+        table,
+        f"{_asked(one)}: updates stay within {one.error:.3%} with a confidence of {one.confidence:g}, measured on "
+        f"{one.microbatches} microbatches; solve uses a factor of {one.interaction:.3f} from now on",
+    ]
+
+
+def confirmation_json(found: Confirmation, path: str) -> dict[str, Any]:
+    """What ``confirm --json`` prints."""
+    trials = [{"interaction": trial.interaction, "bound_over_delta": trial.bound} for trial in found.trials]
+    return {"trace": path, "confirmed": asdict(found.confirmed), "trials": trials, "passes": found.passes}
 
 
 def _by_kind(trace: Trace) -> dict[str, dict[str, tuple[float, float]]]:

@@ -132,6 +132,7 @@ def _predicted(trace: Trace, job: Job, verified: Verified, regions: tuple[Region
         risk=update_error(verified.risk),
         linear_risk=0.0 if job.regime.high == 0 else linear_risk(trace, job.bucket, regions),
         estimated=trace.estimated,
+        interaction=trace.calibration.interaction,
     )
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from hilore.planner.calibration_measure import digest
-from hilore.planner.calibration_plans import Expected, LossyUnit, lossy_units, random_plans
+from hilore.planner.calibration_plans import Expected, LossyUnit, lossy_units, plan_at, random_plans
 from hilore.planner.calibration_sources import is_null
 from hilore.planner.calibration_state import CalibrationState, sketch_as_json, sketch_from_json
 from hilore.planner.conformal import Floats, Integers, disjoint_updates, resampled_updates
+from hilore.planner.digest import plan_digest
 from hilore.planner.evidence import Coverage, coverage, ranking
 from hilore.planner.exposure_features import ExposureFeatures, exposure_features
 from hilore.planner.gradient_error import Backward, Instrument
@@ -41,8 +41,7 @@ class Candidate:
     limit: float | None
 
     def plan_for(self, psi: float) -> Plan | None:
-        """As the runtime chooses, None above every regime: the L units are then recomputed."""
-        return next((plan for plan in self.plans if psi <= plan.regime.exposure_high), None)
+        return plan_at(self.plans, psi)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +154,7 @@ def measure_held_out(
             if plan is None or not plan.lossy or psi == 0:
                 errors.append(instrument.sketcher.nothing())
                 continue
-            key = f"error-{place}-{digest([asdict(region) for region in plan.regions])}"
+            key = f"error-{place}-{plan_digest(plan)}"
             error = store.get(key)
             if error is None:
                 exact = exact or instrument.exact(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from hilore.planner.trace import Bucket, Trace
@@ -19,7 +20,14 @@ def trace_of_plan(plan: Plan, path: str | None) -> tuple[Trace, Bucket]:
     """
     path = path if path is not None else likely_trace(plan)
     trace = load_trace(path)
-    return trace, bucket_of_plan(plan, trace, path)
+    bucket = bucket_of_plan(plan, trace, path)
+    return with_factor_of(plan, trace), bucket
+
+
+def with_factor_of(plan: Plan, trace: Trace) -> Trace:
+    """The trace with the interaction factor that the plan was solved with, which may be a confirmed one."""
+    factor = plan.predicted.interaction or trace.calibration.interaction
+    return replace(trace, calibration=replace(trace.calibration, interaction=factor))
 
 
 def likely_trace(plan: Plan) -> str:

@@ -34,6 +34,28 @@ class ExposureSample:
 
 
 @dataclass(frozen=True, slots=True)
+class Confirmed:
+    """The plans of one budget and delta, measured on ``microbatches`` with exposure (planner/confirm.py).
+
+    ``interaction``: the factor that they are solved with. ``error``: what an update's relative error stays within
+    under them, with ``confidence``. ``plans``: digests of the largest bucket's, by ascending exposure.
+    """
+
+    budget_bytes: int
+    margin_bytes: int
+    delta: float
+    interaction: float
+    error: float
+    confidence: float
+    microbatches: int
+    plans: tuple[str, ...]
+
+    def is_for(self, budget_bytes: int, margin_bytes: int, delta: float) -> bool:
+        """Whether these are the plans of that budget and delta."""
+        return (self.budget_bytes, self.margin_bytes, self.delta) == (budget_bytes, margin_bytes, delta)
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """Risk and exposure, measured (``calibrated``) or from the prior of planner/prior.py.
 
@@ -43,7 +65,7 @@ class Calibration:
     ``interaction``: factor on the quadrature sum (of errors, not of squares) that an update's error stays within with
     ``confidence``; ``mean_interaction``: what it was on average. ``noise_floor``: relative error of float32 gradients
     between two layouts of the same rollouts; ``native_noise``: the same in the actor's own dtypes (None: not
-    measured). ``samples``: empty where nothing was measured on rollouts.
+    measured). ``samples``: empty where nothing was measured on rollouts. ``confirmed``: plans that were measured too.
     """
 
     calibrated: bool
@@ -59,6 +81,7 @@ class Calibration:
     noise_floor: float | None = None
     native_noise: float | None = None
     samples: tuple[ExposureSample, ...] = ()
+    confirmed: tuple[Confirmed, ...] = ()
 
     def risks_of(self, region: str) -> tuple[UnitRisk, ...]:
         return tuple(risk for risk in self.risks if risk.region == region)

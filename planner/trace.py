@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hilore.planner.risktrace import Calibration, ExposureSample, UnitRisk
+from hilore.planner.risktrace import Calibration, Confirmed, ExposureSample, UnitRisk
 
 __all__ = [
     "TRACE_VERSION",
     "Bucket",
     "Calibration",
     "CodecCost",
+    "Confirmed",
     "ExposureSample",
     "Fixed",
     "KeepSet",

@@ -77,7 +77,7 @@ class Predicted:
 
     ``risk``: relative error of an update whose microbatches all run under this plan, at most: quadrature over the L
     units times the interaction factor; ``linear_risk``: the plain sum of what they cost alone. ``estimated``: times are
-    arithmetic on a card's data sheet, not measured.
+    arithmetic on a card's data sheet, not measured. ``interaction``: that factor (0 in files of earlier versions).
     """
 
     __pydantic_config__ = _STRICT
@@ -92,6 +92,21 @@ class Predicted:
     risk: float
     linear_risk: float = 0.0
     estimated: bool = False
+    interaction: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredError:
+    """What the relative error of an update stays within under the plans of one set, with ``confidence``.
+
+    Measured on ``microbatches`` of recorded rollouts, each under the plan that its exposure chooses.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    error: float
+    confidence: float
+    microbatches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +144,7 @@ class Plan:
     """One plan file. ``loss`` holds the loss's kind and options; ``length_bucket`` is tokens per row.
 
     ``microbatch``: None in files of earlier versions. ``confidence``: with which an update stays within its limit (0:
-    none is stated).
+    none is stated). ``measured``: None where it rests on other plans alone.
     ``budget_bytes`` is the memory that was given, ``margin_bytes`` the part of it that allocations leave free (CUDA
     context, NCCL's buffers, fragmentation): the peak stays under their difference, ``ceiling_bytes``.
     """
@@ -154,6 +169,7 @@ class Plan:
     provenance: dict[str, Any]
     confidence: float = 0.0
     microbatch: PlannedMicrobatch | None = None
+    measured: MeasuredError | None = None
     path: str = field(default="", compare=False)
 
     @property

@@ -457,6 +457,6 @@ def test_help_needs_neither_torch_nor_rich() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
     for command in (
-        "trace", "solve", "calibrate", "show", "explain", "diff", "verify", "frontier", "bench", "report",
+        "trace", "solve", "calibrate", "confirm", "show", "explain", "diff", "verify", "frontier", "bench", "report",
     ):  # fmt: skip
         assert f"\n  {command} " in done.stdout

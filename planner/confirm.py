@@ -1,0 +1,252 @@
+"""Plans that `solve` makes, measured on rollouts until updates under them keep their delta.
+
+A calibration's interaction factor bounds new updates under the plans that it ran. A plan that is solved later is
+another one, and the solver picks what the fit takes for harmless: the bound says nothing of it
+(docs/measurements/evidence-smollm2.md). So the factor is settled for one budget and delta: solve, run every microbatch
+under the plan that its exposure chooses, bound the error of updates (split conformal, planner/conformal.py), and solve
+again with another factor where the bound is above delta, or so far below that there is a faster plan to try.
+
+On rollouts that calibration never saw the plans do not depend on what they are measured on, so that the bound is the
+split conformal one; the few sets that are tried (SETS at most) are all that is taken from its confidence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hilore.planner.actor import build_actor, with_reference
+from hilore.planner.calibration_identity import identity_of, refuse_another_actor, refuse_calibration
+from hilore.planner.calibration_measure import Measuring
+from hilore.planner.calibration_sources import is_null, recorded
+from hilore.planner.calibration_state import CalibrationState
+from hilore.planner.conformal import check_confidence, resampled_updates, upper_bound
+from hilore.planner.digest import plan_digest
+from hilore.planner.emit import solve_trace
+from hilore.planner.gradient_error import Instrument
+from hilore.planner.solved import SolveResult
+from hilore.planner.spec_types import ModelSpec
+from hilore.planner.stepping import float32_twin
+from hilore.planner.trace import Confirmed, Trace
+from hilore.planner.updates import Composer, MeasuredMicrobatch
+from hilore.planner.verify import largest_bucket
+from hilore.runtime.errors import HiloreError
+from hilore.runtime.plan import Plan
+
+Progress = Callable[[str, int, int], None]
+Solve = Callable[[float], tuple[Plan, ...]]
+Measure = Callable[[Sequence[Plan]], float]
+
+SUFFIX = ".confirmation"
+# Sets of plans that are tried: so many passes per microbatch, and one exact one.
+SETS = 6
+# Of delta: a bound above this is near enough, and the next factor aims at this much under delta.
+ENOUGH = 0.9
+AIM = 0.96
+# Between a factor that keeps delta and one that does not, as near as this.
+NEAR = 1.04
+# Plans jump: no factor is tried that is less than so much of one that was measured.
+LEAST_STEP = 0.5
+
+
+class ConfirmationError(HiloreError):
+    """No set of plans that was tried keeps delta. Attributes: ``trials``."""
+
+    exit_code = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What `solve` will be asked, at unit grain and with the rule each."""
+
+    budget_bytes: int
+    margin_bytes: int
+    delta: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One set of plans: ``interaction`` that it was solved with, ``bound`` of an update's error over delta's."""
+
+    interaction: float
+    bound: float
+    plans: tuple[Plan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """``trace``: with what was found. ``trials``: in order; ``chosen`` of them. ``passes``: per microbatch, at most."""
+
+    trace: Trace
+    confirmed: Confirmed
+    trials: tuple[Trial, ...]
+    passes: int
+
+
+def confirm_trace(
+    spec: ModelSpec,
+    trace: Trace,
+    target: Target,
+    progress: Progress | None = None,
+    *,
+    rollouts: Path,
+    state: Path | None = None,
+    seed: int = 0,
+) -> Confirmation:
+    """The trace with the factor that ``target`` is to be solved with, and the bound that its plans keep.
+
+    ``rollouts``: best others than calibration's. ``spec.calibration`` says how many microbatches and what confidence.
+    ``state`` as for calibrate_trace. Raises HiloreError where the trace was not calibrated on rollouts,
+    RolloutFileError, ConfidenceError, CalibrationStateError, InfeasibleError, ConfirmationError.
+    """
+    tell = progress or (lambda _label, _done, _total: None)
+    refuse_calibration(spec, estimated=trace.estimated)
+    refuse_another_actor(spec, trace)
+    _refuse(trace, target)
+    solve = _solver(trace, target)
+    # An infeasible budget shows before anything is run.
+    solve(trace.calibration.interaction)
+    native = build_actor(spec, device=torch.device(spec.device.kind), live_adapters=True, seed=seed)
+    recording = recorded(native, rollouts)
+    store = CalibrationState(state, identity_of(spec, trace, recording, seed))
+    done = False
+    try:
+        batches = tuple(with_reference(native, batch) for batch in recording.microbatches)
+        exposed = [place for place, batch in enumerate(batches) if not is_null(spec.loss, batch)]
+        twin = float32_twin(native)
+        del native
+        with Instrument(twin, [region.name for region in trace.buckets[-1].regions], seed=seed) as instrument:
+            measuring = Measuring(instrument, trace, batches, exposed, store, seed, tell)
+            trials = find_factor(solve, _measurer(spec, measuring, target, trace), trace.calibration.interaction)
+            passes = -(-instrument.passes // len(exposed))
+        found = chosen_of(trials)
+        if found is None:
+            raise _none_kept(trials, spec, target)
+        done = True
+    finally:
+        store.close(done=done)
+    confirmed = Confirmed(
+        budget_bytes=target.budget_bytes,
+        margin_bytes=target.margin_bytes,
+        delta=target.delta,
+        interaction=found.interaction,
+        error=found.bound * target.delta * trace.calibration.delta_star,
+        confidence=spec.calibration.confidence,
+        microbatches=len(exposed),
+        plans=_digests(found.plans),
+    )
+    others = tuple(
+        one
+        for one in trace.calibration.confirmed
+        if not one.is_for(target.budget_bytes, target.margin_bytes, target.delta)
+    )
+    calibration = replace(trace.calibration, confirmed=(*others, confirmed))
+    return Confirmation(replace(trace, calibration=calibration), confirmed, trials, passes)
+
+
+def find_factor(solve: Solve, measure: Measure, interaction: float) -> tuple[Trial, ...]:
+    """Sets of plans solved with one factor after the other and measured, until there is nothing to gain."""
+    trials: list[Trial] = []
+    following: float | None = interaction
+    while following is not None and len(trials) < SETS:
+        plans = solve(following)
+        same = next((trial for trial in trials if _digests(trial.plans) == _digests(plans)), None)
+        trials.append(Trial(following, measure(plans) if same is None else same.bound, plans))
+        kept = same is not None and same.bound <= 1
+        following = None if kept else _following(trials)
+    return tuple(trials)
+
+
+def _digests(plans: Sequence[Plan]) -> tuple[str, ...]:
+    return tuple(plan_digest(plan) for plan in plans)
+
+
+def _following(trials: Sequence[Trial]) -> float | None:
+    """The next factor to try; None where the last found is near enough."""
+    last, best = trials[-1], chosen_of(trials)
+    if best is None:
+        return last.interaction * last.bound / AIM
+    if best.bound >= ENOUGH or not any(plan.lossy for plan in best.plans):
+        return None
+    broken = [trial.interaction for trial in trials if trial.bound > 1 and trial.interaction < best.interaction]
+    if not broken:
+        return best.interaction * max(best.bound / AIM, LEAST_STEP)
+    limit = max(broken)
+    return None if best.interaction < NEAR * limit else math.sqrt(best.interaction * limit)
+
+
+def chosen_of(trials: Sequence[Trial]) -> Trial | None:
+    """Of those that keep delta the one with the smallest factor, whose plans were given most room."""
+    kept = [trial for trial in trials if trial.bound <= 1]
+    return min(kept, key=lambda trial: trial.interaction) if kept else None
+
+
+def _solver(trace: Trace, target: Target) -> Solve:
+    longest = largest_bucket(trace).tokens
+
+    def solve(interaction: float) -> tuple[Plan, ...]:
+        calibration = replace(trace.calibration, interaction=interaction, confirmed=())
+        solved = solve_trace(
+            replace(trace, calibration=calibration),
+            budget_bytes=target.budget_bytes,
+            margin_bytes=target.margin_bytes,
+            delta=target.delta,
+        )
+        return plans_of(solved, longest)
+
+    return solve
+
+
+def plans_of(solved: SolveResult, tokens: int) -> tuple[Plan, ...]:
+    """The plans of one length bucket by ascending exposure."""
+    return tuple(plan for plan in solved.plans if plan.length_bucket == tokens)
+
+
+def _measurer(spec: ModelSpec, measuring: Measuring, target: Target, trace: Trace) -> Measure:
+    turns = iter(range(1, SETS + 1))
+
+    def measure(plans: Sequence[Plan]) -> float:
+        measured = measuring.chosen(plans, f"confirm: plans, set {next(turns)}")
+        limit = target.delta * trace.calibration.delta_star
+        return bound_of(measured, spec.loss.kind, spec.batch.accumulation, spec.calibration.confidence) / limit
+
+    return measure
+
+
+def bound_of(measured: Sequence[MeasuredMicrobatch], loss_kind: str, accumulation: int, confidence: float) -> float:
+    """What a new update's relative error stays within, under the one plan set that ``measured`` ran under.
+
+    Raises ConfidenceError.
+    """
+    exposed = sum(found.gradient.square > 0 for found in measured)
+    check_confidence(exposed, confidence, "microbatches that are not clipped throughout")
+    composer = Composer(measured, loss_kind)
+    picks = resampled_updates(len(measured), accumulation)
+    picks = picks[composer.shares(picks).any(axis=1)]
+    errors2 = composer.squared_errors(picks, np.zeros(picks.shape, dtype=np.int64))
+    return upper_bound(np.sqrt(errors2), exposed, confidence)
+
+
+def _refuse(trace: Trace, target: Target) -> None:
+    calibration = trace.calibration
+    if not calibration.calibrated:
+        raise HiloreError(
+            f"the trace of {trace.name} holds risks of source {calibration.source}, not measured on rollouts; first: "
+            "hilore-plan calibrate MODEL.YAML --rollouts FILE"
+        )
+    if target.delta == 0:
+        raise HiloreError("--delta 0: its plans change no value, so that there is nothing to measure; use --delta 1")
+
+
+def _none_kept(trials: Sequence[Trial], spec: ModelSpec, target: Target) -> ConfirmationError:
+    tried = ", ".join(f"{trial.bound:.2f} with factor {trial.interaction:.2f}" for trial in trials)
+    return ConfirmationError(
+        f"delta {target.delta:g}: none of {len(trials)} sets of plans keeps it with a confidence of "
+        f"{spec.calibration.confidence:g} (bounds over delta: {tried}); record more rollouts, or use a larger --delta",
+        trials=tuple((trial.interaction, trial.bound) for trial in trials),
+    )
