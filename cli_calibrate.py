@@ -66,6 +66,9 @@ def confirm(
     budget: Annotated[str, typer.Option("--budget", metavar="MIB|auto", help="As for solve.")],
     delta: Annotated[str, typer.Option("--delta", help="As for solve.")],
     margin: Annotated[str | None, typer.Option("--margin", metavar="MIB", help="As for solve.")] = None,
+    drift: Annotated[
+        float, typer.Option("--drift", help="What errors may rise by as training moves the policy, before delta.")
+    ] = 1.25,
     trace_path: TraceOption = None,
     seed: Annotated[int, typer.Option("--seed", help="Of adapters, as for calibrate.")] = 0,
     as_json: JsonOption = False,
@@ -91,7 +94,7 @@ def confirm(
         confirmation = confirm_trace(
             spec,
             found,
-            Target(budget_bytes, margin_bytes, wanted_delta),
+            Target(budget_bytes, margin_bytes, wanted_delta, drift),
             progress,
             rollouts=Path(rollouts),
             state=Path(f"{path}{SUFFIX}"),

@@ -95,8 +95,10 @@ def _asked(one: Confirmed) -> str:
 
 def confirmation_parts(found: Confirmation) -> list[Table | str]:
     """What ``confirm`` prints."""
-    table = Table(title="sets of plans: a new update's error over delta's, at most", title_justify="left")
-    for column in ("factor", "bound / delta", "regimes with L", "high regime: gain over GC"):
+    table = Table(
+        title="sets of plans: a new update's error, at most, times the drift, over delta's", title_justify="left"
+    )
+    for column in ("factor", "bound x drift / delta", "regimes with L", "high regime: gain over GC"):
         table.add_column(column, justify="right")
     for trial in found.trials:
         high = trial.plans[-1].predicted
@@ -107,13 +109,14 @@ def confirmation_parts(found: Confirmation) -> list[Table | str]:
     return [
         table,
         f"{_asked(one)}: updates stay within {one.error:.3%} with a confidence of {one.confidence:g}, measured on "
-        f"{one.microbatches} microbatches; solve uses a factor of {one.interaction:.3f} from now on",
+        f"{one.microbatches} microbatches; {one.drift:g} times as much is within delta, for what errors rise by as "
+        f"training goes on; solve uses a factor of {one.interaction:.3f} from now on",
     ]
 
 
 def confirmation_json(found: Confirmation, path: str) -> dict[str, Any]:
     """What ``confirm --json`` prints."""
-    trials = [{"interaction": trial.interaction, "bound_over_delta": trial.bound} for trial in found.trials]
+    trials = [{"interaction": trial.interaction, "bound_times_drift_over_delta": trial.bound} for trial in found.trials]
     return {"trace": path, "confirmed": asdict(found.confirmed), "trials": trials, "passes": found.passes}
 
 

@@ -38,7 +38,8 @@ class Confirmed:
     """The plans of one budget and delta, measured on ``microbatches`` with exposure (planner/confirm.py).
 
     ``interaction``: the factor that they are solved with. ``error``: what an update's relative error stays within
-    under them, with ``confidence``. ``plans``: digests of the largest bucket's, by ascending exposure.
+    under them, with ``confidence``; ``drift`` times as much is within delta. ``plans``: digests of the largest
+    bucket's, by ascending exposure.
     """
 
     budget_bytes: int
@@ -46,6 +47,7 @@ class Confirmed:
     delta: float
     interaction: float
     error: float
+    drift: float
     confidence: float
     microbatches: int
     plans: tuple[str, ...]
