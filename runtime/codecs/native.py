@@ -1,4 +1,4 @@
-"""Builds kernels.c and pack.c with the machine's C compiler and calls them: the codecs on CPU, one pass each.
+"""Builds kernels.c, pack.c and glue's kernels with the machine's C compiler; calls the codecs' on CPU, one pass each.
 
 torch.compile was measured first: on a bfloat16 [1024, 2752] tensor and one thread its int8 kernels took 0.54 and
 0.27 ms and 4 to 15 s to compile, plain torch 8 to 14 ms; these take 0.30 and 0.18 ms and 2 s where the machine has
@@ -27,7 +27,8 @@ from hilore.runtime.codecs.form import BLOCK, GroupForm
 from hilore.runtime.codecs.reference import salt_of, sampled_rows, thresholds
 from hilore.runtime.errors import CodecError, HiloreWarning
 
-SOURCES = tuple(str(Path(__file__).with_name(name)) for name in ("kernels.c", "pack.c"))
+_HERE = Path(__file__).parent
+SOURCES = tuple(map(str, (_HERE / "kernels.c", _HERE / "pack.c", _HERE.parent / "gated.c")))
 NATIVE_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 COMPILERS = ("cc", "gcc", "clang")
 BUILD_LIMIT_S = 120
@@ -223,7 +224,8 @@ def _build() -> NativeKernels | None:
 def _tell(reason: str) -> None:
     warnings.warn(
         f"Codec kernels are not built: {reason}. Encoding and decoding run as plain torch operations with the same "
-        "results, about 20 times slower; install gcc, or set CC to a C compiler.",
+        "results, about 20 times slower, gated products of MLPs at half their speed; install gcc, or set CC to a C "
+        "compiler.",
         HiloreWarning,
         stacklevel=3,
     )
