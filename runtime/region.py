@@ -18,6 +18,7 @@ from hilore.runtime.codecs import loses
 from hilore.runtime.codecs.tokens import token_codec
 from hilore.runtime.huggingface import attention_implementations, attention_wrapped
 from hilore.runtime.plan import Plan, RegionPlan
+from hilore.runtime.rmsnorm import norm_forwards
 from hilore.runtime.stats import Stats
 from hilore.runtime.tokenweights import TokenWeights
 from hilore.runtime.unitbinding import UnitBinding
@@ -58,7 +59,17 @@ class RegionActions:
 class RegionBinding:
     """One region of the model: its module and its units by full canonical name."""
 
-    __slots__ = ("_attention", "_forwards", "adapted_units", "attention_units", "module", "modules", "name", "units")
+    __slots__ = (
+        "_attention",
+        "_forwards",
+        "adapted_units",
+        "attention_units",
+        "glue",
+        "module",
+        "modules",
+        "name",
+        "units",
+    )
 
     def __init__(self, name: str, module: nn.Module, units: dict[str, UnitBinding]) -> None:
         self.name = name
@@ -68,11 +79,13 @@ class RegionBinding:
         self.attention_units = {id(u.module): u.name for u in units.values() if u.kind == ATTENTION}
         self.adapted_units = frozenset(u.name for u in units.values() if u.front)
         self._forwards = {u.name: _forwards(u) for u in units.values() if u.kind != ATTENTION}
+        # A region without units is one under plain checkpointing.
+        self.glue = norm_forwards(module) if units else []
         self._attention = attention_implementations(u.module for u in units.values() if u.kind == ATTENTION)
 
     @contextmanager
-    def installed(self, names: frozenset[str]) -> Iterator[None]:
-        """Intercept the calls of these units."""
+    def installed(self, names: frozenset[str], *, glue: bool = True) -> Iterator[None]:
+        """Intercept the calls of these units, and of glue but for modules that someone else has given a ``forward``."""
         before: list[tuple[nn.Module, Any]] = []
         with ExitStack() as stack:
             for implementation in self._attention:
@@ -84,6 +97,11 @@ class RegionBinding:
                 before.append((forward.module, forward.module.__dict__.get("forward")))
                 forward.call = forward.module.forward
                 forward.module.__dict__["forward"] = forward
+            for stand_in in self.glue if glue else ():
+                if "forward" not in stand_in.module.__dict__:
+                    before.append((stand_in.module, None))
+                    stand_in.call = stand_in.module.forward
+                    stand_in.module.__dict__["forward"] = stand_in
             yield
 
 
