@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -121,6 +122,10 @@ def _epsilon(module: nn.Module) -> float | None:
     return next((eps for eps in found if isinstance(eps, float)), None)
 
 
+# What probes found, for as long as a module lives: it may be attached again and again.
+_known: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], bool]] = WeakKeyDictionary()
+
+
 class NormForward:
     """Stands in for a norm's ``forward`` while its region runs."""
 
@@ -129,7 +134,7 @@ class NormForward:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.call: Callable[..., Any] = module.forward
-        self.known: dict[tuple[object, ...], bool] = {}
+        self.known: dict[tuple[object, ...], bool] = _known.setdefault(module, {})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if running.frame is None or kwargs or len(args) != 1:
