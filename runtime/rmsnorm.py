@@ -235,6 +235,10 @@ class _Probe:
             held_in["weight"] = before
 
 
+# Fake tensors alone show that they are asked for their device.
+_DEVICE: Any = torch.ops.prim.device.default
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every operator with its arguments; a tensor by its storage's number, its shape and how it lies."""
 
@@ -249,7 +253,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         given = tree_map(self._noted, (args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        self.operators.append((func, given, tree_map(self._noted, result)))
+        if func is not _DEVICE:
+            self.operators.append((func, given, tree_map(self._noted, result)))
         return result
 
     def _noted(self, item: Any) -> Any:
