@@ -68,7 +68,8 @@ def plan_compositions(
     classes = _classes(bucket)
     parts = [planned_parts(region, known, demoted=demoted) for region, known in zip(regions, classes, strict=True)]
     costs = [region_cost(region, known, 0) for region, known in zip(regions, classes, strict=True)]
-    return _compositions(trace, bucket, parts, costs, demoted=demoted)
+    keeps = _classes(bucket)[0].hold.keeps_boundary
+    return _compositions(trace, bucket, parts, costs, demoted=demoted, held_keeps=keeps)
 
 
 def reference_compositions(trace: Trace, bucket: Bucket, *, gc: bool) -> tuple[Composition, ...]:
@@ -78,7 +79,8 @@ def reference_compositions(trace: Trace, bucket: Bucket, *, gc: bool) -> tuple[C
         used = known.gc if gc else known.without_checkpointing
         parts.append(exact_parts(region.name, known, used, held=not gc))
         costs.append(exact_cost(region.name, known, used, 0))
-    return _compositions(trace, bucket, parts, costs, demoted=False)
+    keeps = _classes(bucket)[0].without_checkpointing.keeps_boundary
+    return _compositions(trace, bucket, parts, costs, demoted=False, held_keeps=keeps)
 
 
 def highest(compositions: Sequence[Composition]) -> Composition:
@@ -97,10 +99,16 @@ def _classes(bucket: Bucket) -> list[RegionClass]:
 
 
 def _compositions(
-    trace: Trace, bucket: Bucket, regions: list[RegionParts], costs: list[RegionCost], *, demoted: bool
+    trace: Trace,
+    bucket: Bucket,
+    regions: list[RegionParts],
+    costs: list[RegionCost],
+    *,
+    demoted: bool,
+    held_keeps: bool,
 ) -> tuple[Composition, ...]:
+    """``held_keeps``: whether the first region keeps its boundary where it is held."""
     leaf_bytes = bucket.outside.leaf_boundary_bytes
-    held_keeps = _classes(bucket)[0].hold.keeps_boundary
     costs[0] = without_boundary(costs[0], leaf_bytes, held=regions[0].held and not held_keeps)
     regions[0] = regions[0].without_boundary(leaf_bytes, held_keeps=held_keeps)
     expected = iter(events(surroundings(trace, bucket), costs, demoted=demoted))

@@ -152,7 +152,7 @@ def _references(bucket: Bucket, *, gc: bool) -> list[RegionCost]:
         replay_ns = region_class.gc_replay_ns if gc else 0
         costs.append(exact_cost(region.name, region_class, used, replay_ns))
     first = bucket.classes[bucket.regions[0].class_index]
-    held_without = not gc and not first.hold.keeps_boundary
+    held_without = not gc and not first.without_checkpointing.keeps_boundary
     costs[0] = without_boundary(costs[0], bucket.outside.leaf_boundary_bytes, held=held_without)
     return costs
 
@@ -161,7 +161,7 @@ def verify_costs(trace: Trace, bucket: Bucket, costs: Sequence[RegionCost]) -> V
     """Peak and time of a policy that no plan describes, from what each region costs under it."""
     priced = list(costs)
     first = bucket.classes[bucket.regions[0].class_index]
-    held_without = priced[0].held and not first.hold.keeps_boundary
+    held_without = priced[0].held and not first.without_checkpointing.keeps_boundary
     priced[0] = without_boundary(priced[0], bucket.outside.leaf_boundary_bytes, held=held_without)
     return _verified(surroundings(trace, bucket), priced)
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from hilore.runtime.gated import gated_forwards
+from hilore.runtime.rmsnorm import norm_forwards
 
 
 class GlueForward(Protocol):
@@ -21,4 +22,4 @@ class GlueForward(Protocol):
 
 def glue_forwards(region: nn.Module) -> list[GlueForward]:
     """Stand-ins for all modules of a region that may have one."""
-    return [*gated_forwards(region)]
+    return [*gated_forwards(region), *norm_forwards(region)]

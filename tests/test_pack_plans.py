@@ -123,7 +123,9 @@ def test_peaks_are_predicted_to_the_byte(case: Case, tmp_path: Path, monkeypatch
     assert any(row.policy.startswith("encoded") for row in rows)
     for row in rows:
         assert row.holds, row
-        if "demoted" not in row.policy and "split" not in row.policy:
+        # The highest moment of a forward may come before all of its payloads are there.
+        loose = " L" in row.policy and row.event.startswith("forward")
+        if not loose and "demoted" not in row.policy and "split" not in row.policy:
             assert row.measured_bytes == row.counted_bytes, row
 
 
