@@ -287,12 +287,12 @@ class Stopwatch:
 
 @contextmanager
 def timing_units(runner: RegionRunner, clock: Clock) -> Iterator[Stopwatch]:
-    """Time every unit's call of this region inside the block."""
+    """Time every unit's call of this region inside the block; glue runs as without a plan."""
     stopwatch = Stopwatch(runner.binding, {unit.name: name for name, unit in runner.units.items()}, clock)
     before = running.frame
     running.frame = stopwatch  # type: ignore[assignment]
     try:
-        with runner.binding.installed(frozenset(runner.binding.units)):
+        with runner.binding.installed(frozenset(runner.binding.units), glue=False):
             yield stopwatch
     finally:
         running.frame = before

@@ -1,4 +1,4 @@
-"""A held region's forward: autograd keeps everything, and linears with adapters run in fewer passes as elsewhere."""
+"""A held region's forward: autograd keeps everything, and what runs in fewer passes elsewhere does so here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HeldFrame:
         self.region = region
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.region.adapted_units:
+        if not self.region.adapted_units and not self.region.rotary:
             return call(*args, **kwargs)
         with self.region.installed(self.region.adapted_units), RunningAs(self):
             return call(*args, **kwargs)

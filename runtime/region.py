@@ -18,6 +18,7 @@ from hilore.runtime.codecs import loses
 from hilore.runtime.codecs.tokens import token_codec
 from hilore.runtime.huggingface import attention_implementations, attention_wrapped
 from hilore.runtime.plan import Plan, RegionPlan
+from hilore.runtime.rotary import rotary_globals
 from hilore.runtime.stats import Stats
 from hilore.runtime.tokenweights import TokenWeights
 from hilore.runtime.unitbinding import UnitBinding
@@ -58,7 +59,17 @@ class RegionActions:
 class RegionBinding:
     """One region of the model: its module and its units by full canonical name."""
 
-    __slots__ = ("_attention", "_forwards", "adapted_units", "attention_units", "module", "modules", "name", "units")
+    __slots__ = (
+        "_attention",
+        "_forwards",
+        "adapted_units",
+        "attention_units",
+        "module",
+        "modules",
+        "name",
+        "rotary",
+        "units",
+    )
 
     def __init__(self, name: str, module: nn.Module, units: dict[str, UnitBinding]) -> None:
         self.name = name
@@ -68,15 +79,19 @@ class RegionBinding:
         self.attention_units = {id(u.module): u.name for u in units.values() if u.kind == ATTENTION}
         self.adapted_units = frozenset(u.name for u in units.values() if u.front)
         self._forwards = {u.name: _forwards(u) for u in units.values() if u.kind != ATTENTION}
+        # A region without units is one under plain checkpointing.
+        self.rotary = rotary_globals(module) if units else []
         self._attention = attention_implementations(u.module for u in units.values() if u.kind == ATTENTION)
 
     @contextmanager
-    def installed(self, names: frozenset[str]) -> Iterator[None]:
-        """Intercept the calls of these units."""
+    def installed(self, names: frozenset[str], *, glue: bool = True) -> Iterator[None]:
+        """Intercept the calls of these units, and run glue in fewer passes."""
         before: list[tuple[nn.Module, Any]] = []
         with ExitStack() as stack:
             for implementation in self._attention:
                 stack.enter_context(attention_wrapped(implementation))
+            for rotary in self.rotary if glue else ():
+                stack.enter_context(rotary)
             stack.callback(_put_back, before)
             for forward in (forward for name in names for forward in self._forwards.get(name, ())):
                 if forward.module.__dict__.get("forward") is forward:

@@ -27,7 +27,8 @@ from hilore.runtime.codecs.form import BLOCK, GroupForm
 from hilore.runtime.codecs.reference import salt_of, sampled_rows, thresholds
 from hilore.runtime.errors import CodecError, HiloreWarning
 
-SOURCES = tuple(str(Path(__file__).with_name(name)) for name in ("kernels.c", "pack.c"))
+_HERE = Path(__file__).parent
+SOURCES = tuple(map(str, (_HERE / "kernels.c", _HERE / "pack.c", _HERE.parent / "rotary.c")))
 NATIVE_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 COMPILERS = ("cc", "gcc", "clang")
 BUILD_LIMIT_S = 120
