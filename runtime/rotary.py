@@ -264,11 +264,11 @@ class RotaryGlobal:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._users -= 1
-            stand_in = self._stand_in
-            if self._users or stand_in is None:
+            if self._users or self._stand_in is None:
                 return
-            if self._namespace.get(NAME) is stand_in:
-                self._namespace[NAME] = stand_in.call
+            original, there = self._stand_in.call, self._namespace.get(NAME)
+            if there is self._stand_in:
+                self._namespace[NAME] = original
             self._stand_in = None
 
 
