@@ -19,6 +19,7 @@ from hilore.runtime.codecs.tokens import token_codec
 from hilore.runtime.glue import glue_forwards
 from hilore.runtime.huggingface import attention_implementations, attention_wrapped
 from hilore.runtime.plan import Plan, RegionPlan
+from hilore.runtime.rotary import rotary_globals
 from hilore.runtime.stats import Stats
 from hilore.runtime.tokenweights import TokenWeights
 from hilore.runtime.unitbinding import UnitBinding
@@ -68,6 +69,7 @@ class RegionBinding:
         "module",
         "modules",
         "name",
+        "rotary",
         "units",
     )
 
@@ -81,12 +83,13 @@ class RegionBinding:
         self._forwards = {u.name: _forwards(u) for u in units.values() if u.kind != ATTENTION}
         # A region without units is one under plain checkpointing.
         self.glue = glue_forwards(module) if units else []
+        self.rotary = rotary_globals(module) if units else []
         self._attention = attention_implementations(u.module for u in units.values() if u.kind == ATTENTION)
 
     @property
     def differs_held(self) -> bool:
         """Whether something of it runs otherwise than without a plan even where it is held."""
-        return bool(self.adapted_units or self.glue)
+        return bool(self.adapted_units or self.glue or self.rotary)
 
     @contextmanager
     def installed(self, names: frozenset[str], *, glue: bool = True) -> Iterator[None]:
@@ -95,6 +98,8 @@ class RegionBinding:
         with ExitStack() as stack:
             for implementation in self._attention:
                 stack.enter_context(attention_wrapped(implementation))
+            for rotary in self.rotary if glue else ():
+                stack.enter_context(rotary)
             stack.callback(_put_back, before)
             for forward in (forward for name in names for forward in self._forwards.get(name, ())):
                 if forward.module.__dict__.get("forward") is forward:

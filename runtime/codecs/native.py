@@ -28,9 +28,8 @@ from hilore.runtime.codecs.reference import salt_of, sampled_rows, thresholds
 from hilore.runtime.errors import CodecError, HiloreWarning
 
 _HERE = Path(__file__).parent
-SOURCES = tuple(
-    map(str, (*(_HERE / name for name in ("kernels.c", "pack.c")), *(_HERE.parent / name for name in ("gated.c", "norm.c"))))
-)
+_GLUE = tuple(_HERE.parent / name for name in ("gated.c", "norm.c", "rotary.c"))
+SOURCES = tuple(map(str, (_HERE / "kernels.c", _HERE / "pack.c", *_GLUE)))
 NATIVE_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 COMPILERS = ("cc", "gcc", "clang")
 BUILD_LIMIT_S = 120
