@@ -5,20 +5,22 @@
  */
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512BW__
-#include <immintrin.h>
-#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
+#define STEP (2 * LANES)
 #define FEW 32768 /* elements below which threads cost more than they save */
+#define UPPER 0xffff0000u
+#define AT(type, pointer) (*(type *)(pointer))
 
 typedef uint16_t bf16;
 typedef float f32;
 typedef float floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t words __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t halves __attribute__((vector_size(32), aligned(2), may_alias));
-#define AT(type, pointer) (*(type *)(pointer))
+
+/* STEP elements as floats: of bfloat16 those at even and those at odd places, which saves widening and narrowing
+ * (a word's lower half is the earlier one); of float32 the first and the second LANES. */
+typedef struct { floats half[2]; } Many;
 
 /* normops.py's _Rows has the same fields. Rows in up to three dimensions, each operand with strides (in elements) of
  * its own; a row's elements lie side by side. */
@@ -40,31 +42,32 @@ INLINE int64_t place(Row row, const int64_t strides[3]) {
 
 INLINE int64_t rows_in(const Rows *f) { return f->sizes[0] * f->sizes[1] * f->sizes[2]; }
 
-/* STATEMENT for every vector of a row: n elements from i on. */
-#define EACH_VECTOR(width, STATEMENT) do { \
+/* Statements for every STEP of a row: n elements from i on. */
+#define EACH(width, ...) do { \
     int64_t i = 0; \
-    for (; i + LANES <= (width); i += LANES) { const int64_t n = LANES; STATEMENT; } \
-    if (i < (width)) { const int64_t n = (width) - i; STATEMENT; } \
+    for (; i + STEP <= (width); i += STEP) { const int64_t n = STEP; __VA_ARGS__; } \
+    if (i < (width)) { const int64_t n = (width) - i; __VA_ARGS__; } \
 } while (0)
 
-INLINE floats load_f32(const f32 *p, int64_t n) {
-    if (n == LANES) return AT(const floats, p);
-    floats v = {0};
+INLINE Many load_f32(const f32 *p, int64_t n) {
+    if (n == STEP) return (Many){{AT(const floats, p), AT(const floats, p + LANES)}};
+    Many v = {0};
     memcpy(&v, p, (size_t)n * sizeof(f32));
     return v;
 }
 
-INLINE void store_f32(f32 *p, floats v, int64_t n) { memcpy(p, &v, (size_t)n * sizeof(f32)); }
-INLINE floats round_f32(floats v) { return v; }
+INLINE void store_f32(f32 *p, Many v, int64_t n) {
+    if (n == STEP) AT(floats, p) = v.half[0], AT(floats, p + LANES) = v.half[1];
+    else memcpy(p, &v, (size_t)n * sizeof(f32));
+}
 
-INLINE floats load_bf16(const bf16 *p, int64_t n) {
-    halves v = {0};
-    memcpy(&v, p, (size_t)n * sizeof(bf16));
-#ifdef __AVX512BW__
-    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)v), 16);
-#else
-    return (floats)(__builtin_convertvector(v, words) << 16);
-#endif
+INLINE floats round_f32(floats v) { return v; }
+INLINE Many in_order_f32(Many v) { return v; }
+
+INLINE Many load_bf16(const bf16 *p, int64_t n) {
+    words pairs = {0};
+    memcpy(&pairs, p, (size_t)n * sizeof(bf16));
+    return (Many){{(floats)(pairs << 16), (floats)(pairs & UPPER)}};
 }
 
 /* The nearest bfloat16, ties to even, in the upper halves; the lower ones are not cleared. A NaN stays one: here it comes
@@ -74,15 +77,17 @@ INLINE words rounded(floats v) {
     return bits + (bits >> 16 & 1u) + 0x7fffu;
 }
 
-INLINE floats round_bf16(floats v) { return (floats)(rounded(v) & 0xffff0000u); }
+INLINE floats round_bf16(floats v) { return (floats)(rounded(v) & UPPER); }
 
-INLINE void store_bf16(bf16 *p, floats v, int64_t n) {
-#ifdef __AVX512BW__
-    halves y = (halves)_mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)rounded(v), 16));
-#else
-    halves y = __builtin_convertvector(rounded(v) >> 16, halves);
-#endif
-    memcpy(p, &y, (size_t)n * sizeof(bf16));
+INLINE void store_bf16(bf16 *p, Many v, int64_t n) {
+    words pairs = rounded(v.half[0]) >> 16 | (rounded(v.half[1]) & UPPER);
+    memcpy(p, &pairs, (size_t)n * sizeof(bf16));
+}
+
+INLINE Many in_order_bf16(Many v) {
+    floats a = v.half[0], b = v.half[1];
+    return (Many){{__builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23),
+                   __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)}};
 }
 
 #define FOR_ROWS(f) \
@@ -97,7 +102,10 @@ void rms_square_##T(const Rows *f, const T *x, f32 *out) { \
         Row row = row_of(f, number); \
         const T *a = x + place(row, f->x); \
         f32 *y = out + place(row, f->out); \
-        EACH_VECTOR(width, floats h = load_##T(a + i, n); store_f32(y + i, h * h, n)); \
+        EACH(width, \
+            Many h = in_order_##T(load_##T(a + i, n)); \
+            for (int j = 0; j < 2; j++) h.half[j] *= h.half[j]; \
+            store_f32(y + i, h, n)); \
     } \
 } \
 void rms_scale_##T(const Rows *f, const T *x, const f32 *inverse, const T *weight, T *out) { \
@@ -106,9 +114,10 @@ void rms_scale_##T(const Rows *f, const T *x, const f32 *inverse, const T *weigh
         const T *a = x + place(row, f->x); \
         T *y = out + place(row, f->out); \
         f32 factor = inverse[place(row, f->inverse)]; \
-        EACH_VECTOR(width, \
-            floats normed = round_##T(load_##T(a + i, n) * factor); \
-            store_##T(y + i, load_##T(weight + i, n) * normed, n)); \
+        EACH(width, \
+            Many h = load_##T(a + i, n), w = load_##T(weight + i, n); \
+            for (int j = 0; j < 2; j++) h.half[j] = w.half[j] * round_##T(h.half[j] * factor); \
+            store_##T(y + i, h, n)); \
     } \
 } \
 void rms_product_##T(const Rows *f, const T *grad, const T *x, const T *weight, f32 *out) { \
@@ -116,9 +125,10 @@ void rms_product_##T(const Rows *f, const T *grad, const T *x, const T *weight, 
         Row row = row_of(f, number); \
         const T *g = grad + place(row, f->grad), *a = x + place(row, f->x); \
         f32 *y = out + place(row, f->out); \
-        EACH_VECTOR(width, \
-            floats weighted = round_##T(load_##T(g + i, n) * load_##T(weight + i, n)); \
-            store_f32(y + i, weighted * load_##T(a + i, n), n)); \
+        EACH(width, \
+            Many h = load_##T(a + i, n), w = load_##T(weight + i, n), v = load_##T(g + i, n); \
+            for (int j = 0; j < 2; j++) h.half[j] *= round_##T(v.half[j] * w.half[j]); \
+            store_f32(y + i, in_order_##T(h), n)); \
     } \
 } \
 void rms_gradient_##T(const Rows *f, const T *grad, const T *x, const T *weight, const f32 *inverse, const f32 *of_square, \
@@ -128,9 +138,11 @@ void rms_gradient_##T(const Rows *f, const T *grad, const T *x, const T *weight,
         const T *g = grad + place(row, f->grad), *a = x + place(row, f->x); \
         T *y = out + place(row, f->out); \
         f32 factor = inverse[place(row, f->inverse)], through = of_square[place(row, f->of_square)]; \
-        EACH_VECTOR(width, \
-            floats weighted = round_##T(load_##T(g + i, n) * load_##T(weight + i, n)); \
-            store_##T(y + i, weighted * factor + through * (load_##T(a + i, n) * 2.0f), n)); \
+        EACH(width, \
+            Many h = load_##T(a + i, n), w = load_##T(weight + i, n), v = load_##T(g + i, n); \
+            for (int j = 0; j < 2; j++) \
+                v.half[j] = round_##T(v.half[j] * w.half[j]) * factor + through * (h.half[j] * 2.0f); \
+            store_##T(y + i, v, n)); \
     } \
 }
 KERNELS(bf16)

@@ -2,7 +2,8 @@
 
 The form of Llama and those after it, ``weight * (h * rsqrt(mean(h^2) + eps)).to(x.dtype)`` with h = x in float32, takes
 seven passes and autograd keeps h, twice the bytes of a bfloat16 x. Here forward and backward are two passes of
-normops.py each, around the sums that torch itself makes, and x, the weight and [..., 1] numbers are kept.
+normops.py each, around the sums that torch itself makes, and x, the weight and [..., 1] numbers are kept. So x may not
+be changed in place before backward, which then raises; autograd's own code raises too where x is float32.
 
 Nothing is assumed of a module's code: before the first run its own forward and backward run on a few tokens, and show
 that they issue the operators of that form, and no others, and that output and gradient have the same bits.

@@ -360,3 +360,28 @@ def test_retained_graphs_run_twice() -> None:
     second = torch.autograd.grad(loss, parameters)
     runtime.detach()
     assert all(same_bits(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_an_input_changed_in_place_afterwards_is_loud_or_right() -> None:
+    """A replay that ends before the change has the values that were saved."""
+
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = norm(24, torch.bfloat16)
+            self.up = nn.Linear(24, 24, dtype=torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x * 2
+            out = self.up(self.norm(hidden))
+            return hidden.add_(out)
+
+    with models.seeded(0):
+        model = nn.Sequential(Region(), Region()).train()
+    x = drawn((5, 24), torch.bfloat16)
+    units = units_of(model, x, regions=("0", "1"))
+    assert_exact(model, plan_for(model, "R", units=units), x, gradients(model, x))
+    runtime = attach_plan(model, plan_for(model, "R", hold=True, units=units))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(model, x)
+    runtime.detach()
