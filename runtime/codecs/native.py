@@ -1,4 +1,4 @@
-"""Builds kernels.c, pack.c and glue's kernels with the machine's C compiler; calls the codecs' on CPU, one pass each.
+"""Builds our C files with the machine's C compiler; calls the codecs' on CPU, one pass each.
 
 torch.compile was measured first: on a bfloat16 [1024, 2752] tensor and one thread its int8 kernels took 0.54 and
 0.27 ms and 4 to 15 s to compile, plain torch 8 to 14 ms; these take 0.30 and 0.18 ms and 2 s where the machine has
@@ -224,9 +224,8 @@ def _build() -> NativeKernels | None:
 
 def _tell(reason: str) -> None:
     warnings.warn(
-        f"Codec kernels are not built: {reason}. Encoding and decoding run as plain torch operations with the same "
-        "results, about 20 times slower, gated products of MLPs at half their speed; install gcc, or set CC to a C "
-        "compiler.",
+        f"Codec kernels are not built: {reason}. Encoding, decoding and glue run as plain torch operations with the same "
+        "results, codecs about 20 times slower; install gcc, or set CC to a C compiler.",
         HiloreWarning,
         stacklevel=3,
     )
