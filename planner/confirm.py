@@ -187,7 +187,7 @@ def _following(trials: Sequence[Trial]) -> float | None:
     if best is None:
         # Where another factor gave the same plans, larger steps lead on.
         alike = sum(_digests(trial.plans) == _digests(last.plans) for trial in trials)
-        return last.interaction * last.bound / AIM * 2 ** (alike - 1)
+        return last.interaction * last.bound / AIM * 2.0 ** (alike - 1)
     if best.bound >= ENOUGH or not any(plan.lossy for plan in best.plans):
         return None
     broken = [trial.interaction for trial in trials if trial.bound > 1 and trial.interaction < best.interaction]

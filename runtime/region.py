@@ -17,9 +17,9 @@ from hilore.runtime.ambient import running
 from hilore.runtime.codecs import loses
 from hilore.runtime.codecs.tokens import token_codec
 from hilore.runtime.glue import glue_forwards
+from hilore.runtime.glue.rotary import rotary_globals
 from hilore.runtime.huggingface import attention_implementations, attention_wrapped
 from hilore.runtime.plan import Plan, RegionPlan
-from hilore.runtime.rotary import rotary_globals
 from hilore.runtime.stats import Stats
 from hilore.runtime.tokenweights import TokenWeights
 from hilore.runtime.unitbinding import UnitBinding

@@ -17,12 +17,12 @@ import torch.nn.functional as functional
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hilore.runtime import gated, gatedops
 from hilore.runtime import region as region_module
 from hilore.runtime.codecs import native
 from hilore.runtime.derive import same_bits
 from hilore.runtime.errors import HiloreWarning
-from hilore.runtime.gated import GatedForward, gated_forwards
+from hilore.runtime.glue import gated, gatedops
+from hilore.runtime.glue.gated import GatedForward, gated_forwards
 from hilore.runtime.meter import StorageMeter
 from tests import models
 from tests.plans import (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,18 +14,23 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from hilore.runtime import normops, rmsnorm
 from hilore.runtime.ambient import RunningAs
 from hilore.runtime.derive import same_bits
 from hilore.runtime.errors import HiloreWarning
+from hilore.runtime.glue import normops, rmsnorm
+from hilore.runtime.glue.rmsnorm import NormForward, norm_forwards, rms_norm
 from hilore.runtime.meter import StorageMeter
-from hilore.runtime.rmsnorm import NormForward, norm_forwards, rms_norm
+from hilore.runtime.region import RegionBinding
 from tests import models
 from tests.plans import assert_exact, attach_plan, gradients, keepable, loss_of, plan_for, random_modes, units_of
 
 DTYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(1, 7, 24), (1, 1, 64), (1, 40), (2, 3, 4, 16), (3, 5, 17), (2, 100, 333), (1, 1024, 64)]
 EPS = 1e-6
+
+
+def norms_of(regions: Iterable[RegionBinding]) -> list[NormForward]:
+    return [part for region in regions for part in region.glue if isinstance(part, NormForward)]
 
 
 def norm(width: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -202,7 +207,7 @@ def test_which_norms_are_known_and_whole_models_are_exact(family: str, dtype: to
         plan_for(model, modes, hold=held),
     ):
         runtime = assert_exact(model, plan, batch, expected)
-    known = [sum(forward.known.values()) for region in runtime.regions for forward in region.glue]
+    known = [sum(forward.known.values()) for forward in norms_of(runtime.regions)]
     assert sum(known) == per_layer * models.LAYERS
     assert all("forward" not in vars(module) for module in model.modules())
 
@@ -220,7 +225,7 @@ def test_full_fine_tuning_keeps_the_modules_own_forward() -> None:
     model = models.qwen2_tiny()
     batch = models.microbatch_for(model)
     runtime = assert_exact(model, plan_for(model, "R"), batch, gradients(model, batch))
-    assert [forward.known for region in runtime.regions for forward in region.glue] == [{}] * 4
+    assert [forward.known for forward in norms_of(runtime.regions)] == [{}] * 4
 
 
 def test_autocast_runs_the_modules_own_forward() -> None:
@@ -228,7 +233,7 @@ def test_autocast_runs_the_modules_own_forward() -> None:
     batch = models.microbatch_for(model)
     expected = gradients(model, batch, autocast=torch.bfloat16)
     runtime = assert_exact(model, plan_for(model, "R"), batch, expected, autocast=torch.bfloat16)
-    assert [forward.known for region in runtime.regions for forward in region.glue] == [{}] * 4
+    assert [forward.known for forward in norms_of(runtime.regions)] == [{}] * 4
 
 
 class Norm(nn.Module):
@@ -326,7 +331,7 @@ def test_a_patched_forward_stays() -> None:
     runtime = assert_exact(model, plan_for(model, "R"), batch, gradients(model, batch))
     assert len(calls) >= 3
     assert patched.forward is forward
-    known = [forward.module is not patched and bool(forward.known) for r in runtime.regions for forward in r.glue]
+    known = [forward.module is not patched and bool(forward.known) for forward in norms_of(runtime.regions)]
     assert known == [True, True, False, True]
 
 

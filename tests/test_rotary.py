@@ -18,9 +18,9 @@ from transformers.models.qwen2 import modeling_qwen2
 from hilore.planner.profile import timing_units
 from hilore.runtime.ambient import RunningAs
 from hilore.runtime.codecs import native
+from hilore.runtime.glue.rotary import NAME, RotaryCall, RotaryGlobal, rotary_globals
+from hilore.runtime.glue.rotaryops import plain_rotary
 from hilore.runtime.meter import StorageMeter
-from hilore.runtime.rotary import NAME, RotaryCall, RotaryGlobal, rotary_globals
-from hilore.runtime.rotaryops import plain_rotary
 from tests import models
 from tests.plans import assert_exact, attach_plan, gradients, loss_of, plan_for
 

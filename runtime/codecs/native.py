@@ -28,7 +28,7 @@ from hilore.runtime.codecs.reference import salt_of, sampled_rows, thresholds
 from hilore.runtime.errors import CodecError, HiloreWarning
 
 _HERE = Path(__file__).parent
-_GLUE = tuple(_HERE.parent / name for name in ("gated.c", "norm.c", "rotary.c"))
+_GLUE = tuple(_HERE.parent / "glue" / name for name in ("gated.c", "norm.c", "rotary.c"))
 SOURCES = tuple(map(str, (_HERE / "kernels.c", _HERE / "pack.c", *_GLUE)))
 NATIVE_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 COMPILERS = ("cc", "gcc", "clang")
@@ -224,8 +224,8 @@ def _build() -> NativeKernels | None:
 
 def _tell(reason: str) -> None:
     warnings.warn(
-        f"Codec kernels are not built: {reason}. Encoding, decoding and glue run as plain torch operations with the same "
-        "results, codecs about 20 times slower; install gcc, or set CC to a C compiler.",
+        f"Codec kernels are not built: {reason}. Encoding, decoding and glue run as plain torch operations with the "
+        "same results, codecs about 20 times slower; install gcc, or set CC to a C compiler.",
         HiloreWarning,
         stacklevel=3,
     )

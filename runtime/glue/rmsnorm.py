@@ -30,7 +30,7 @@ from hilore.runtime.ambient import RunningAs, running
 from hilore.runtime.codecs.base import is_dense
 from hilore.runtime.derive import same_bits
 from hilore.runtime.errors import HiloreWarning
-from hilore.runtime.normops import rms_gradient, rms_product, rms_scale, rms_square
+from hilore.runtime.glue.normops import rms_gradient, rms_product, rms_scale, rms_square
 
 # Others have no kernels, or (float16) sums that the form does not make in float32 alone.
 _DTYPES = (torch.bfloat16, torch.float32)

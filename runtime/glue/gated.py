@@ -28,7 +28,7 @@ from torch.nn.functional import silu
 from hilore.runtime.ambient import RunningAs, running
 from hilore.runtime.derive import same_bits
 from hilore.runtime.errors import HiloreWarning
-from hilore.runtime.gatedops import gated_product, gated_product_backward
+from hilore.runtime.glue.gatedops import gated_product, gated_product_backward
 
 _LINEARS = ("gate_proj", "up_proj", "down_proj")
 _PROBED_TOKENS = 4

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from hilore.runtime.gated import gated_forwards
-from hilore.runtime.rmsnorm import norm_forwards
+from hilore.runtime.glue.gated import gated_forwards
+from hilore.runtime.glue.rmsnorm import norm_forwards
 
 
 class GlueForward(Protocol):

@@ -31,8 +31,8 @@ from hilore.runtime.ambient import RunningAs, running
 from hilore.runtime.codecs.native import NATIVE_DTYPES
 from hilore.runtime.derive import same_bits
 from hilore.runtime.errors import HiloreWarning
-from hilore.runtime.operators import Recorder
-from hilore.runtime.rotaryops import Strides, plain_rotary, result_strides, rotary, rotary_backward
+from hilore.runtime.glue.operators import Recorder
+from hilore.runtime.glue.rotaryops import Strides, plain_rotary, result_strides, rotary, rotary_backward
 
 NAME = "apply_rotary_pos_emb"
 _DIM = "unsqueeze_dim"
