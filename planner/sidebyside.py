@@ -39,6 +39,10 @@ from hilore.runtime.errors import HiloreError
 __all__ = ["Contender", "Measured", "SideBySide", "fixed_conditions", "measure_peak", "measure_policies"]
 
 
+# The plan that replays nothing.
+HELD = "plan, all held"
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """One row's figures.
@@ -48,7 +52,8 @@ class Measured:
     every microbatch. ``error``: relative L2 of the update's gradient in float32 compute, 0 where exact;
     ``native_error``: the same in the actor's own dtypes. ``modes``: units at H, L, R, dead units, held regions, and
     ``peak_event`` what binds, both of the plan with the highest peak. ``same_as``: the row whose times and peak these
-    are, since both do the same.
+    are, since both do the same. ``share_of_held``: of the gain of the row HELD, which is No-GC with all that runs in
+    fewer passes under a plan; None without that row.
     """
 
     policy: str
@@ -66,6 +71,7 @@ class Measured:
     regimes: tuple[str, ...]
     modes: dict[str, int]
     same_as: str
+    share_of_held: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +141,9 @@ def measure_policies(
         measure_times(setting, distinct, rounds=rounds, warm_up_rounds=warm_up_rounds)
         used_threads = torch.get_num_threads()
     picks = resampled_rounds(rounds, resamples=resamples, seed=seed)
+    held = next((run for run in runs if run.contender.label == HELD), None)
     return SideBySide(
-        rows=tuple(_row(run, runs[0], runs[1], picks) for run in runs),
+        rows=tuple(_row(run, runs[0], runs[1], held, picks) for run in runs),
         breaches=tuple(line for run in runs for line in _breaches(run)),
         control_error=control_error,
         control_float32=control_float32,
@@ -179,8 +186,9 @@ def _refuse_doubles(labels: list[str]) -> None:
         raise HiloreError(f"policy {doubles[0]!r}: there are {labels.count(doubles[0])} rows of this name; rename one")
 
 
-def _row(run: Run, gc_run: Run, no_gc_run: Run, picks: Picks) -> Measured:
+def _row(run: Run, gc_run: Run, no_gc_run: Run, held: Run | None, picks: Picks) -> Measured:
     source, highest = run.source, run.highest
+    held_ns = None if held is None else held.source.times_ns
     plan = highest.plan if highest is not None else None
     planned = [choice.plan for choice in run.choices if choice.plan is not None]
     return Measured(
@@ -199,6 +207,7 @@ def _row(run: Run, gc_run: Run, no_gc_run: Run, picks: Picks) -> Measured:
         regimes=tuple(dict.fromkeys(chosen.regime.label for chosen in planned)),
         modes=counts(plan.regions) if plan is not None else {},
         same_as="" if source is run else source.contender.label,
+        share_of_held=None if held_ns is None else paired_share(gc_run.times_ns, source.times_ns, held_ns, picks),
     )
 
 

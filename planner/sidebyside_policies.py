@@ -10,7 +10,7 @@ from hilore.planner.emit import SolveResult, solve_trace
 from hilore.planner.handmade import handmade_plan
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.rivals import HuggingFaceCheckpointing, PlanPolicy, checkpointed_layers, first_held, last_held
-from hilore.planner.sidebyside import Contender
+from hilore.planner.sidebyside import HELD, Contender
 from hilore.planner.stepping import idle_optimizer, peak_of_step
 from hilore.planner.trace import Trace
 from hilore.runtime.errors import HiloreError
@@ -57,9 +57,9 @@ def every_n_layers(layers: int) -> tuple[Contender, ...]:
 
 
 def all_held(trace: Trace) -> Contender:
-    """A plan that replays nothing: No-GC with the runtime attached, so with adapters in fewer passes over memory."""
+    """A plan that replays nothing: No-GC with the runtime attached, so with adapters and glue in fewer passes."""
     plan = handmade_plan(trace, lambda _region, _unit: "H", held=lambda _region: True, name="all-held")
-    return Contender(PlanPolicy("plan, all held", (plan,)))
+    return Contender(PlanPolicy(HELD, (plan,)))
 
 
 def best_blocks(

@@ -18,7 +18,10 @@ def result_table(result: SideBySide, title: str = "") -> Table:
     table = Table(title=title or None, title_justify="left")
     table.add_column("policy")
     table.add_column("ceiling")
-    for column in ("peak MiB", "over GC", "step ms", "tokens/s", "gain over GC", "share of No-GC", "gradient error"):
+    with_held = any(row.share_of_held is not None for row in result.rows)
+    for column in ("peak MiB", "over GC", "step ms", "tokens/s", "gain over GC", "share of No-GC"):
+        table.add_column(column, justify="right")
+    for column in (*(["of all held"] if with_held else []), "gradient error"):
         table.add_column(column, justify="right")
     gc_peak = result.rows[0].peak_bytes
     for row in result.rows:
@@ -30,7 +33,8 @@ def result_table(result: SideBySide, title: str = "") -> Table:
             milliseconds(row.step_ns),
             f"{result.tokens_per_step * 1e9 / row.step_ns:,.0f}",
             percent_interval(row.gain),
-            "-" if row.share is None else share_interval(row.share),
+            _share(row.share),
+            *([_share(row.share_of_held)] if with_held else []),
             "0 (bitwise)" if row.exact else f"{row.error:.3%}",
         )
     return table
@@ -74,7 +78,8 @@ def result_lines(result: SideBySide) -> list[str]:
         f"{result.rounds} rounds of interleaved steps (forward, loss and backward of one of {result.microbatches} "
         f"microbatches in turn; no optimizer step; each after one untimed), {result.threads} threads, gradients before "
         f"a step: {gradients}",
-        f"gain: median of GC time / policy time within a round, less 1; share: part of No-GC's gain; intervals: "
+        f"gain: median of GC time / policy time within a round, less 1; share: part of No-GC's gain (of all held: of "
+        f"that of a plan without replays, which runs adapters and glue in fewer passes too); intervals: "
         f"{CONFIDENCE:.0%} bootstrap over rounds, {result.resamples} resamples; peak: live storages, optimizer step "
         "included",
     ]
@@ -108,6 +113,10 @@ def percent_interval(interval: Interval) -> str:
 def share_interval(interval: Interval) -> str:
     """``0.41 (0.38 to 0.43)``"""
     return f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})"
+
+
+def _share(interval: Interval | None) -> str:
+    return "-" if interval is None else share_interval(interval)
 
 
 def _mib(count_bytes: int | None) -> str:

@@ -179,6 +179,8 @@ def test_quick_measures_every_policy_end_to_end(tmp_path: Path, capsys: pytest.C
         assert row["error"] <= 0.01
         assert row["gain"]["low"] <= row["gain"]["value"] <= row["gain"]["high"]
         assert row["modes"] == {} or row["peak_event"]
+    assert rows[2]["share_of_held"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert rows[0]["share_of_held"]["value"] == 0.0
     assert len(result["times_ns"]["GC"]) == 3
     assert all(row["policy"] in printed for row in rows)
 
