@@ -104,9 +104,8 @@ def _bytes(
     with setting.fake.faked(), attention_wrapped(base_model(setting.fake.model)):
         exist, autocast = setting.gradients_exist, setting.fake.autocast
         held = measure_held(runner, gradients_exist=exist, autocast=autocast)
-        # Without adapters a held region is what it is without a plan.
-        adapted = bool(runner.binding.adapted_units)
-        plain = measure_plain(runner, gradients_exist=exist, autocast=autocast) if adapted else None
+        differs = runner.binding.differs_held
+        plain = measure_plain(runner, gradients_exist=exist, autocast=autocast) if differs else None
         checkpointed = measure_checkpointed(runner, gradients_exist=exist, autocast=autocast)
         measured = _keep_sets(setting, runner, units, sets, named)
     return RegionClass(

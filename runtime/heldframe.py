@@ -21,7 +21,7 @@ class HeldFrame:
         self.region = region
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.region.adapted_units and not self.region.glue:
+        if not self.region.differs_held:
             return call(*args, **kwargs)
         with self.region.installed(self.region.adapted_units), RunningAs(self):
             return call(*args, **kwargs)

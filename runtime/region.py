@@ -83,6 +83,11 @@ class RegionBinding:
         self.glue = glue_forwards(module) if units else []
         self._attention = attention_implementations(u.module for u in units.values() if u.kind == ATTENTION)
 
+    @property
+    def differs_held(self) -> bool:
+        """Whether something of it runs otherwise than without a plan even where it is held."""
+        return bool(self.adapted_units or self.glue)
+
     @contextmanager
     def installed(self, names: frozenset[str], *, glue: bool = True) -> Iterator[None]:
         """Intercept the calls of these units, and of glue but for modules that someone else has given a ``forward``."""
