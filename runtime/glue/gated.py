@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -33,6 +34,8 @@ from hilore.runtime.glue.gatedops import gated_product, gated_product_backward
 _LINEARS = ("gate_proj", "up_proj", "down_proj")
 _PROBED_TOKENS = 4
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+# What probes found outlives an attachment.
+_known: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], bool]] = WeakKeyDictionary()
 
 
 class _GatedProduct(torch.autograd.Function):
@@ -73,7 +76,7 @@ class GatedForward:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.call: Callable[..., Any] = module.forward
-        self.known: dict[tuple[object, ...], bool] = {}
+        self.known = _known.setdefault(module, {})
         linears = [part for name in _LINEARS for part in module.get_submodule(name).modules()]
         inside = {id(part) for part in (module, *linears)}
         self._others = [part for part in module.modules() if id(part) not in inside]
