@@ -93,7 +93,7 @@ def measure_times(shape: Shape, names: Sequence[str], rounds: int, *, seed: int 
     for name in names:
         calls[f"encode {name}"] = lambda name=name: get_codec(name).encode(made)  # type: ignore[misc]
         calls[f"decode {name}"] = lambda name=name: get_codec(name).decode(encoded[name])  # type: ignore[misc]
-    took = _medians(calls, rounds)
+    took = medians_ns(calls, rounds)
     found = tuple(
         CodecTime(
             name,
@@ -107,7 +107,7 @@ def measure_times(shape: Shape, names: Sequence[str], rounds: int, *, seed: int 
     return Times(shape, took["GEMM"], 2 * _nbytes(made) / took["copy"], found)
 
 
-def _medians(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, int]:
+def medians_ns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, int]:
     """Nanoseconds; the first round warms up."""
     samples: dict[str, list[int]] = {name: [] for name in calls}
     for turn in range(rounds + 1):

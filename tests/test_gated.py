@@ -66,7 +66,7 @@ def run(product: Product, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tens
 
 
 def assert_bits(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> None:
-    found, expected = run(gated._product, gate, up, grad), run(plain, gate, up, grad)
+    found, expected = run(gated.product_of, gate, up, grad), run(plain, gate, up, grad)
     assert all(map(same_bits, found, expected))
     assert [tensor.stride() for tensor in found] == [tensor.stride() for tensor in expected]
 
@@ -101,7 +101,7 @@ def test_a_gradient_that_lies_otherwise() -> None:
 def test_gradients_of_gradients() -> None:
     with models.seeded(0):
         gate, up = (torch.randn(4, 6, dtype=torch.float64).requires_grad_() for _ in range(2))
-    assert torch.autograd.gradgradcheck(lambda g, u: gated._product(g * 1, u * 1), (gate, up))
+    assert torch.autograd.gradgradcheck(lambda g, u: gated.product_of(g * 1, u * 1), (gate, up))
 
 
 def test_five_tensors_of_its_size_are_alive_where_autograd_has_six() -> None:
@@ -119,12 +119,12 @@ def test_five_tensors_of_its_size_are_alive_where_autograd_has_six() -> None:
         return meter.peak_bytes / size
 
     assert round(tensors_at_peak(plain)) == 6
-    assert round(tensors_at_peak(gated._product)) == 5
+    assert round(tensors_at_peak(gated.product_of)) == 5
 
 
 def test_fake_tensors_lie_as_real_ones() -> None:
     real = [torch.randn(3, 5, 64).to(BF16) for _ in range(3)]
-    expected = run(gated._product, *real)
+    expected = run(gated.product_of, *real)
     with FakeTensorMode() as mode:
         found = [gatedops.gated_product(*map(mode.from_tensor, real[:2]))]
         found += gatedops.gated_product_backward(*map(mode.from_tensor, real))

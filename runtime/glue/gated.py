@@ -93,7 +93,7 @@ class GatedForward:
             return self.call(x)
         module: Any = self.module
         gate, up = module.gate_proj(x), module.up_proj(x)
-        return module.down_proj(_product(gate, up))
+        return module.down_proj(product_of(gate, up))
 
 
 def _takes(x: Any) -> bool:
@@ -106,7 +106,8 @@ def _watched(module: nn.Module) -> bool:
     return bool(hooks) or "forward" in vars(module)
 
 
-def _product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def product_of(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` [..., width], in one pass each way where both are contiguous and want gradients."""
     alike = gate.shape == up.shape and gate.is_contiguous() and up.is_contiguous()
     if alike and gate.requires_grad and up.requires_grad and torch.is_grad_enabled():
         product: torch.Tensor = _GatedProduct.apply(gate, up)  # type: ignore[no-untyped-call]
@@ -147,7 +148,7 @@ class _Probe:
             grad = _made_up(product, 2.9)
             own, ours = (
                 (found.detach(), *torch.autograd.grad(found, (gate, up), grad))
-                for found in (product, _product(gate, up))
+                for found in (product, product_of(gate, up))
             )
         if all(same_bits(*pair) for pair in zip(own, ours, strict=True)):
             return True
