@@ -1,4 +1,4 @@
-"""Builds our C files with the machine's C compiler and calls the codecs' on CPU, one pass each (rotaryops.py: rotary.c).
+"""Builds our C files with the machine's C compiler; calls the codecs' on CPU, one pass each (rotaryops.py: rotary.c).
 
 torch.compile was measured first: on a bfloat16 [1024, 2752] tensor and one thread its int8 kernels took 0.54 and
 0.27 ms and 4 to 15 s to compile, plain torch 8 to 14 ms; these take 0.30 and 0.18 ms and 2 s where the machine has
