@@ -19,6 +19,7 @@ from hilore.planner.microbatch import Microbatch, synthetic_microbatch
 from hilore.planner.plainrun import sequences_in_rows
 from hilore.planner.sources import SourceError, load_meta_model, load_model, module_dtype, torch_dtype
 from hilore.planner.spec_types import ModelSpec
+from hilore.runtime.ambient import without_fused_glue
 
 LIVE_ADAPTER_STD = 0.02
 
@@ -45,7 +46,9 @@ class Actor:
         if self.fake_mode is None:
             yield
             return
-        with self.fake_mode, sequences_in_rows(packed=self.spec.batch.layout == "packed"):
+        # Fake tensors of a card that is not here lie on the CPU, whose glue the card does not have.
+        fused = contextlib.nullcontext() if self.spec.device.kind == "cpu" else without_fused_glue()
+        with self.fake_mode, sequences_in_rows(packed=self.spec.batch.layout == "packed"), fused:
             yield
 
 

@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
 
 class _Running(threading.local):
+    """``frame``: the one that unit calls belong to. ``fused``: whether glue may run in fewer passes (runtime/glue/)."""
+
     frame: Frame | HeldFrame | None = None
+    fused: bool = True
+
+    @property
+    def fuses(self) -> bool:
+        return self.frame is not None and self.fused
 
 
 running = _Running()
@@ -38,6 +45,17 @@ class RunningAs:
 
     def __exit__(self, *_: object) -> None:
         running.frame = self._before
+
+
+@contextlib.contextmanager
+def without_fused_glue() -> Iterator[None]:
+    """Glue runs as its modules' own code inside, also on tensors of a device that only stands in for another."""
+    before = running.fused
+    running.fused = False
+    try:
+        yield
+    finally:
+        running.fused = before
 
 
 @dataclass(frozen=True, slots=True)

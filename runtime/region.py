@@ -89,7 +89,7 @@ class RegionBinding:
     @property
     def differs_held(self) -> bool:
         """Whether something of it runs otherwise than without a plan even where it is held."""
-        return bool(self.adapted_units or self.glue or self.rotary)
+        return bool(self.adapted_units or (running.fused and (self.glue or self.rotary)))
 
     @contextmanager
     def installed(self, names: frozenset[str], *, glue: bool = True) -> Iterator[None]:

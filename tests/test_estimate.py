@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import hilore.runtime.region as region
 from hilore.planner import estimate, tracing
 from hilore.planner.actor import build_actor, microbatch_of
 from hilore.planner.cudakernels import cuda_attention, efficient_backward_bytes, flash_backward_bytes
@@ -205,6 +206,16 @@ def test_an_estimate_reads_no_weights_and_says_what_it_is(monkeypatch: pytest.Mo
 def test_an_estimate_is_the_same_every_time() -> None:
     first, second = tiny(), tiny()
     assert asdict(replace(first, created_at="")) == asdict(replace(second, created_at=""))
+
+
+def test_glue_in_fewer_passes_is_not_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors of a card lie on the CPU, which has it; a CPU's trace does count on it."""
+    traced = tiny()
+    assert traced.buckets[0].classes[0].no_gc is None
+    monkeypatch.setattr(region, "glue_forwards", lambda _module: [])
+    monkeypatch.setattr(region, "rotary_globals", lambda _module: [])
+    without = tiny()
+    assert asdict(replace(without, created_at="")) == asdict(replace(traced, created_at=""))
 
 
 def test_one_capture_serves_all_length_buckets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from bench.memory import measure_case, reproducible_target
 from bench.memory_cases import Case
 from bench.memory_cases import spec_of as case_spec
 from hilore.planner.check import verify_plans
-from hilore.planner.emit import solve_trace
+from hilore.planner.emit import InfeasibleError, solve_trace
 from hilore.planner.prior import codec_notes
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Trace, UnitTrace
@@ -66,8 +66,11 @@ def without(trace: Trace, name: str) -> Trace:
 
 
 def solved(trace: Trace, share: float, delta: float) -> Plan:
-    gc_peak, no_gc_peak = reference_peaks(trace)
-    budget = gc_peak + int(share * (no_gc_peak - gc_peak))
+    """Under a budget that lies ``share`` of the way from the smallest there is to No-GC's peak."""
+    with pytest.raises(InfeasibleError) as found:
+        solve_trace(trace, budget_bytes=2**20, delta=0.0)
+    least = found.value.smallest_budget_bytes
+    budget = least + int(share * (reference_peaks(trace)[1] - least))
     return solve_trace(trace, budget_bytes=budget, delta=delta).plans[-1]
 
 

@@ -82,7 +82,7 @@ class GatedForward:
         self._others = [part for part in module.modules() if id(part) not in inside]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if running.frame is None or kwargs or len(args) != 1 or not _takes(args[0]) or any(map(_watched, self._others)):
+        if not running.fuses or kwargs or len(args) != 1 or not _takes(args[0]) or any(map(_watched, self._others)):
             return self.call(*args, **kwargs)
         (x,) = args
         compute = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None

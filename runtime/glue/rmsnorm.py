@@ -138,7 +138,7 @@ class NormForward:
         self.known: dict[tuple[object, ...], bool] = _known.setdefault(module, {})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if running.frame is None or kwargs or len(args) != 1:
+        if not running.fuses or kwargs or len(args) != 1:
             return self.call(*args, **kwargs)
         module: Any = self.module
         (x,), weight, eps = args, module.weight, _epsilon(module)

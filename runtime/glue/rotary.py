@@ -101,7 +101,7 @@ class RotaryCall:
         self.known = known
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if running.frame is None or len(args) != 4 or not kwargs.keys() <= {_DIM}:
+        if not running.fuses or len(args) != 4 or not kwargs.keys() <= {_DIM}:
             return self.call(*args, **kwargs)
         q, k, cos, sin = args
         dim = kwargs.get(_DIM, 1)
