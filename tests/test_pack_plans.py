@@ -87,7 +87,7 @@ def test_a_lossless_codec_is_offered_to_every_kind(trace: Trace) -> None:
 
 def test_delta_0_keeps_more_in_fewer_bytes(trace: Trace) -> None:
     """Only what loses nothing is at L, and the step is faster than without it."""
-    for share in (0.02, 0.05):
+    for share in (0.06, 0.15):
         plan = solved(trace, share, 0.0)
         assert codecs_of(plan) == {NAME}
         assert not plan.lossy
@@ -96,7 +96,7 @@ def test_delta_0_keeps_more_in_fewer_bytes(trace: Trace) -> None:
 
 
 def test_with_room_for_error_q_and_k_are_still_exact(trace: Trace) -> None:
-    plan = solved(trace, 0.02, 4.0)
+    plan = solved(trace, 0.1, 4.0)
     assert plan.lossy
     assert plan.predicted.risk > 0
     for region in plan.regions:
@@ -106,7 +106,7 @@ def test_with_room_for_error_q_and_k_are_still_exact(trace: Trace) -> None:
 
 
 def test_a_solved_plan_is_exact_and_within_its_peak(spec: ModelSpec, trace: Trace) -> None:
-    plan = solved(trace, 0.02, 0.0)
+    plan = solved(trace, 0.1, 0.0)
     assert codecs_of(plan) == {NAME}
     found = verify_plans([plan], spec, trace=trace, rounds=1, microbatches=1)
     (one,) = found.checks
