@@ -40,6 +40,7 @@ def report(setting: Setting) -> None:
     for name, table in (
         ("risk", risk_table),
         ("risk-other", risk_table),
+        ("risk-confirmation", risk_table),
         ("sizes", sizes_table),
         ("refresh", refresh_table),
     ):
