@@ -107,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--inner-microbatches", type=int, default=24, help="that this epoch trains on")
     parser.add_argument("--native", type=int, default=8, help="microbatches in the actor's own dtypes")
     parser.add_argument("--risk-microbatches", type=int, default=15, help="the first is the reference")
-    parser.add_argument("--risk-split", choices=("same", "other", "confirmation"), default="same", help="whose pairs are ranked")
+    parser.add_argument(
+        "--risk-split", choices=("same", "other", "confirmation"), default="same", help="whose pairs are ranked"
+    )
     parser.add_argument("--risk-every", type=int, default=2, help="regions: every so many-th, the last among them")
     parser.add_argument("--risk-codecs", nargs="+", default=("int8-g64",))
     parser.add_argument("--sizes", nargs="+", type=int, default=(4, 8, 16, 24), help="microbatches of a calibration")

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from hilore.planner.budget import mib
-from hilore.planner.confirm import Confirmation
+from hilore.planner.confirm import ENOUGH, Confirmation
 from hilore.planner.regimes import regimes
 from hilore.planner.trace import Confirmed, Trace
 
@@ -106,12 +106,16 @@ def confirmation_parts(found: Confirmation) -> list[Table | str]:
         gain = f"{high.gc_step_ns / high.step_ns - 1:+.1%}"
         table.add_row(f"{trial.interaction:.3f}", f"{trial.bound:.3f}", str(lossy), gain)
     one = found.confirmed
-    return [
-        table,
+    lines = [
         f"{_asked(one)}: updates stay within {one.error:.3%} with a confidence of {one.confidence:g}, measured on "
-        f"{one.microbatches} microbatches; {one.drift:g} times as much is within delta, for what errors rise by as "
-        f"training goes on; solve uses a factor of {one.interaction:.3f} from now on",
+        f"{one.microbatches} microbatches in float32 compute; {one.drift:g} times as much is within delta, for what "
+        f"errors rise by as training goes on; solve uses a factor of {one.interaction:.3f} from now on"
     ]
+    if not found.encodes:
+        lines.append("none of these plans encodes anything, so there was nothing to measure; a smaller budget would")
+    elif one.error * one.drift < ENOUGH * one.delta * found.trace.calibration.delta_star:
+        lines.append("it stays further under delta than it would have to: no smaller factor gives other plans that fit")
+    return [table, *lines]
 
 
 def confirmation_json(found: Confirmation, path: str) -> dict[str, Any]:

@@ -90,12 +90,17 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Confirmation:
-    """``trace``: with what was found. ``trials``: in order; ``chosen`` of them. ``passes``: per microbatch, at most."""
+    """``trace``: with what was found. ``trials``: in order. ``passes``: per microbatch, at most."""
 
     trace: Trace
     confirmed: Confirmed
     trials: tuple[Trial, ...]
     passes: int
+
+    @property
+    def encodes(self) -> bool:
+        """Whether any of the plans changes a value."""
+        return any(plan.lossy for trial in self.trials for plan in trial.plans)
 
 
 def confirm_trace(
@@ -198,9 +203,12 @@ def _following(trials: Sequence[Trial]) -> float | None:
 
 
 def chosen_of(trials: Sequence[Trial]) -> Trial | None:
-    """Of those that keep delta the one with the smallest factor, whose plans were given most room."""
+    """Of those that keep delta the plans that were given most room, with the largest factor that gives them."""
     kept = [trial for trial in trials if trial.bound <= 1]
-    return min(kept, key=lambda trial: trial.interaction) if kept else None
+    if not kept:
+        return None
+    roomiest = _digests(min(kept, key=lambda trial: trial.interaction).plans)
+    return max((trial for trial in kept if _digests(trial.plans) == roomiest), key=lambda trial: trial.interaction)
 
 
 def _solver(trace: Trace, target: Target) -> Solve:

@@ -45,8 +45,8 @@ def plan_lines(plan: Plan) -> list[str]:
         calibration = f"calibrated, with a confidence of {plan.confidence:g}"
     if plan.measured is not None:
         calibration += (
-            f"; measured on {plan.measured.microbatches} microbatches: updates within {plan.measured.error:.3%} with "
-            f"a confidence of {plan.measured.confidence:g}"
+            f"; measured on {plan.measured.microbatches} microbatches: updates within {plan.measured.error:.3%} in "
+            f"float32 compute with a confidence of {plan.measured.confidence:g}"
         )
     held = sum(region.hold for region in plan.regions)
     counts = ", ".join(f"{mode} {plan.count(mode)}" for mode in ("H", "L", "R"))

@@ -31,6 +31,7 @@ from hilore.planner.heldout import (
     random_candidates,
 )
 from hilore.planner.heldout_regimes import RegimeRow, regime_rows
+from hilore.planner.plantrace import with_factor_of
 from hilore.planner.region_errors import measure_regions, rankings
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.stepping import float32_twin
@@ -83,6 +84,7 @@ def verify_rollouts(
     Raises HiloreError where the trace has no risk for what the plans encode, RolloutFileError.
     """
     tell = progress or (lambda _label, _done, _total: None)
+    trace = with_factor_of(plans[0], trace)
     native = build_actor(spec, device=spec.device.kind, live_adapters=True, seed=seed)
     found = read_microbatches(native, path)[:microbatches]
     batches = [with_reference(native, batch) for batch in found]

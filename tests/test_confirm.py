@@ -104,6 +104,14 @@ def test_the_factor_is_near_what_plans_really_do(trace: Trace, truth: float, ste
         assert found.interaction <= truth * math.exp(step)
 
 
+def test_of_factors_that_give_the_same_plans_the_largest_counts(trace: Trace) -> None:
+    """It predicts no less of them."""
+    plans = (lossy_plan(trace, 1.0),)
+    trials = find_factor(lambda _factor: plans, lambda _plans: 0.5, 1.6)
+    assert [trial.interaction for trial in trials] == pytest.approx([1.6, 1.6 * 0.5 / confirming.AIM])
+    assert chosen_of(trials) == trials[0]
+
+
 def test_no_set_keeps_delta(trace: Trace, spec: ModelSpec) -> None:
     target, once = target_of(trace), iter([1.5])
     trials = find_factor(lambda factor: (lossy_plan(trace, factor),), lambda _plans: 1.5, 1.0)
@@ -241,7 +249,8 @@ def test_the_command(
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "updates stay within" in out
-    assert "measured on 4 microbatches; 1.25 times as much is within delta" in out
+    assert "measured on 4 microbatches in float32 compute; 1.25 times as much is within delta" in out
+    assert "none of these plans encodes anything" in out
     assert len(load_trace(tmp_path / "tiny.trace.json").calibration.confirmed) == 1
     assert not list(tmp_path.glob("*.confirmation"))
     assert main(["solve", "--budget", "2", "--delta", "2"]) == 0
