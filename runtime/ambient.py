@@ -23,10 +23,6 @@ class _Running(threading.local):
     frame: Frame | HeldFrame | None = None
     fused: bool = True
 
-    @property
-    def fuses(self) -> bool:
-        return self.frame is not None and self.fused
-
 
 running = _Running()
 

@@ -23,6 +23,7 @@ from hilore.runtime.adaptersum import adapted, run_adapted_again
 from hilore.runtime.ambient import AutocastState, ModuleModes, RandomState, RunningAs, device_type_of, tensors_in
 from hilore.runtime.audit import perturb
 from hilore.runtime.errors import ReplayMismatchError, UnsupportedModelError
+from hilore.runtime.glue.decisions import Decisions
 from hilore.runtime.saved import Entry, mutated, version_of
 from hilore.runtime.slots import Direct, Slot, is_parameter
 from hilore.runtime.unit import UnitRecord, check_kept
@@ -52,15 +53,12 @@ class Frame:
     def __init__(
         self, region: RegionBinding, choice: Choice, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> None:
-        self.region = region
-        self.choice = choice
+        self.region, self.choice = region, choice
         self.unfit = False
         self.actions = choice.actions(region)
         self.recordable = choice.recordable(region)
         self.split_at = choice.split_at(region)
-        self._intercepted = self.recordable | region.adapted_units
-        if self.split_at:
-            self._intercepted |= {self.split_at}
+        self._intercepted = self.recordable | region.adapted_units | ({self.split_at} if self.split_at else set())
         self.call = call
         self.args, self.kwargs = args, kwargs
         inputs = tensors_in(args, kwargs)
@@ -73,6 +71,7 @@ class Frame:
         self.late_from = -1
         self.records: dict[str, UnitRecord] = {}
         self.record: UnitRecord | None = None
+        self.decisions = Decisions()
         self.replaying = False
         self._late_stage = True
         self._cursor = self._entry_cursor = self._pending = 0
@@ -167,6 +166,7 @@ class Frame:
         again = any(record.released for record in self.records.values() if late or self._wanted(record.late))
         self.actions = {} if again else self.choice.actions(self.region, unfit=self.unfit)
         self._cursor = 0
+        self.decisions.rewind()
         self._answered = set()
         self._pending = sum(self._wanted(self._is_late(place)) for place in range(len(self.slots)))
         self._pending += sum(r.needs_replay and self._wanted(r.late) for r in self.records.values())

@@ -9,16 +9,18 @@ from torch import nn
 
 from hilore.runtime.adaptersum import run_adapted
 from hilore.runtime.ambient import RunningAs
+from hilore.runtime.glue.decisions import Decisions
 from hilore.runtime.region import RegionBinding
 
 
 class HeldFrame:
     """What unit calls belong to while a held region runs (runtime/frame.py for the others)."""
 
-    __slots__ = ("region",)
+    __slots__ = ("decisions", "region")
 
     def __init__(self, region: RegionBinding) -> None:
         self.region = region
+        self.decisions = Decisions()
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.region.differs_held:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hilore.runtime import region as region_module
+from hilore.runtime.ambient import RunningAs
 from hilore.runtime.codecs import native
 from hilore.runtime.derive import same_bits
 from hilore.runtime.errors import HiloreWarning
 from hilore.runtime.glue import gated, gatedops
+from hilore.runtime.glue.decisions import Decisions
 from hilore.runtime.glue.gated import GatedForward, gated_forwards
 from hilore.runtime.meter import StorageMeter
 from tests import models
@@ -91,11 +94,13 @@ def test_every_gate_has_the_bits_of_autograd(scale: float) -> None:
             assert_bits(EVERY, *(EVERY[torch.randperm(1 << 16)] for _ in range(2)))
 
 
-def test_a_gradient_that_lies_otherwise() -> None:
+def test_tensors_that_lie_otherwise() -> None:
     with models.seeded(0):
         gate, up, grad = (torch.randn(3, 8, 64).mul(4).to(BF16) for _ in range(3))
     assert_bits(gate, up, grad.transpose(0, 1).contiguous().transpose(0, 1))
     assert_bits(gate, up, grad[:1, :1, :1].expand(3, 8, 64))
+    assert_bits(gate.mT.contiguous().mT, up, grad)
+    assert_bits(*(each.mT.contiguous().mT for each in (gate, up, grad)))
 
 
 def test_gradients_of_gradients() -> None:
@@ -280,7 +285,16 @@ class Gated(nn.Module):
             result: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * up)
             return result
         gate, up = self.gate_proj(x * 2 if self.kind == "another input" else x), self.up_proj(x)
+        if self.kind == "cut up" and x.shape[-2] > 4:
+            return torch.cat([self(part) for part in x.split(4, -2)], -2)
+        if self.kind == "looked at" and x.shape[-2] > 4 and gate.max() > 0.5:
+            gate = gate.clamp(max=0.5)
+        if self.kind == "five tokens":
+            assert x.shape[-2] == 5
         product = {
+            "silu in place": lambda: functional.silu(gate, inplace=True) * up,
+            "product in place": lambda: self.act_fn(gate).mul_(up),
+            "up in place": lambda: up.mul_(self.act_fn(gate)),
             "the other way round": lambda: up * self.act_fn(gate),
             "another activation": lambda: functional.relu(gate) * up,
             "gelu": lambda: functional.gelu(gate) * up,
@@ -294,10 +308,10 @@ class Gated(nn.Module):
         return result + x if self.kind == "residual" else result
 
 
-KNOWN = ("plain", "the other way round")
+KNOWN = ("plain", "the other way round", "product in place")
 OTHERS = (
     *("another activation", "gelu", "scaled", "own silu", "clamped", "in float32", "gate twice"),
-    *("residual", "another input", "another order"),
+    *("residual", "another input", "another order", "up in place", "five tokens"),
 )
 
 
@@ -335,6 +349,40 @@ def test_a_forward_that_does_something_else_is_run_as_it_is(kind: str) -> None:
     assert run_planned(model, x) == [[kind in KNOWN]] * 2
 
 
+def step_of(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and x's gradient."""
+    leaf = x.detach().requires_grad_()
+    with RunningAs(frame_like()):
+        result = forward(leaf)
+    (grad,) = torch.autograd.grad(result.float().square().sum(), leaf)
+    return result.detach(), grad
+
+
+@pytest.mark.parametrize("kind", ["cut up", "looked at"])
+def test_a_forward_that_does_something_else_with_more_tokens_is_run_as_it_is(kind: str) -> None:
+    """That it is the form for a few tokens is not enough."""
+    with models.seeded(0):
+        module, x = Gated(kind).to(BF16), torch.randn(9, 8).to(BF16)
+    forward = GatedForward(module)
+    for tokens in (4, 9):
+        assert all(map(same_bits, step_of(forward, x[:tokens]), step_of(module, x[:tokens])))
+    assert list(forward.known.values()) == [True]
+    assert list(forward._sizes.values()) == [True, False]
+
+
+def test_a_silu_in_place_is_run_as_it_is() -> None:
+    with models.seeded(0):
+        module, x = Gated("silu in place").to(BF16), torch.randn(9, 8).to(BF16)
+    forward = GatedForward(module)
+    assert all(map(same_bits, step_of(forward, x), step_of(module, x)))
+    assert list(forward.known.values()) == [False]
+
+
+def frame_like() -> Any:
+    """What is asked of a running frame here."""
+    return SimpleNamespace(decisions=Decisions())
+
+
 def test_other_dtypes_run_their_own_forward() -> None:
     assert run_planned(*regions("plain", torch.float32)) == [[False]] * 2
 
@@ -345,6 +393,62 @@ def test_a_hook_of_the_activation_is_called() -> None:
     model[0].mlp.act_fn.register_forward_hook(lambda _module, _args, result: seen.append(result))
     assert run_planned(model, x) == [[], [True]]
     assert len(seen) >= 3, "plain, under the plan, and in its replay"
+
+
+def test_another_activation_later_is_run() -> None:
+    model, x = regions("plain")
+    units = units_of(model, x, regions=("0", "1"))
+    runtime = attach_plan(model, plan_for(model, {units[0].units[0].name: "H"}))
+    gradients(model, x)
+    model[0].mlp.act_fn = nn.GELU()
+    model[1].mlp.kind = "clamped"
+    found = gradients(model, x)
+    assert known_of(runtime.regions) == [[True, False]] * 2
+    runtime.detach()
+    assert_same_step(found, gradients(model, x))
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_hooks_of_one_pass_alone(when: str, hold: bool) -> None:
+    """As profilers set them. A replay does what its forward did."""
+    model = models.qwen2_tiny_lora(dtype=BF16, dropout=0.0)
+    batch = models.microbatch_for(model)
+    eager = gradients(model, batch)
+    watched = [part for part in model.modules() if isinstance(part, nn.SiLU) or type(part).__name__.endswith("Norm")]
+
+    def hooks() -> list[Any]:
+        every = nn.modules.module.register_module_forward_pre_hook(lambda _module, _args: None)
+        return [every, *(part.register_forward_hook(lambda _module, _args, _result: None) for part in watched)]
+
+    runtime = attach_plan(model, plan_for(model, "R", hold=hold))
+    handles = hooks() if when == "forward" else []
+    model.zero_grad()
+    loss = loss_of(model, batch)
+    for handle in handles:
+        handle.remove()
+    handles = hooks() if when == "backward" else []
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    runtime.detach()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == eager.gradients.keys()
+    assert all(same_bits(found[name], grad) for name, grad in eager.gradients.items())
+
+
+def test_under_torch_func_a_held_region_runs_its_own_forward() -> None:
+    model, x = regions("plain")
+    units = units_of(model, x.requires_grad_(), regions=("0", "1"))
+
+    def loss(given: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = model(given)
+        return output.float().square().mean()
+
+    expected = torch.func.grad(loss)(x)
+    runtime = attach_plan(model, plan_for(model, "R", hold=True, units=units))
+    assert same_bits(torch.func.grad(loss)(x), expected)
+    runtime.detach()
 
 
 def test_a_module_with_a_forward_of_its_own_keeps_it() -> None:

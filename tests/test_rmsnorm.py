@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hilore.runtime.ambient import RunningAs
 from hilore.runtime.derive import same_bits
 from hilore.runtime.errors import HiloreWarning
 from hilore.runtime.glue import normops, rmsnorm
+from hilore.runtime.glue.decisions import Decisions
 from hilore.runtime.glue.rmsnorm import NormForward, norm_forwards, rms_norm
 from hilore.runtime.meter import StorageMeter
 from hilore.runtime.region import RegionBinding
@@ -291,8 +293,8 @@ def test_a_forward_that_does_something_else_is_run_as_it_is(kind: str, fake: boo
 
 
 def frame_like() -> Any:
-    """What is asked of a running frame here: to be there."""
-    return object()
+    """What is asked of a running frame here."""
+    return SimpleNamespace(decisions=Decisions())
 
 
 def standing_in(module: nn.Module, x: Tensor) -> bool:

@@ -18,6 +18,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from hilore.planner.profile import timing_units
 from hilore.runtime.ambient import RunningAs
 from hilore.runtime.codecs import native
+from hilore.runtime.glue.decisions import Decisions
 from hilore.runtime.glue.rotary import NAME, RotaryCall, RotaryGlobal, rotary_globals
 from hilore.runtime.glue.rotaryops import plain_rotary
 from hilore.runtime.meter import StorageMeter
@@ -28,10 +29,16 @@ Function = Callable[..., Any]
 ORIGINAL: Function = modeling_qwen2.apply_rotary_pos_emb
 
 
-def called(apply_rotary_pos_emb: Function, q: Any, k: Any, cos: Any, sin: Any, **more: Any) -> Any:
+def called(apply_rotary_pos_emb: Function, projected: Any, other: Any, cos: Any, sin: Any, **more: Any) -> Any:
     """As attention modules call it."""
+    q = itself(projected)
+    k = itself(other)
     q, k = apply_rotary_pos_emb(q, k, cos, sin, **more)
     return q, k
+
+
+def itself(tensor: Any) -> Any:
+    return tensor
 
 
 def stand_in(function: Function = ORIGINAL) -> RotaryCall:
@@ -39,7 +46,7 @@ def stand_in(function: Function = ORIGINAL) -> RotaryCall:
 
 
 def under_a_frame() -> RunningAs:
-    frame: Any = object()
+    frame: Any = SimpleNamespace(decisions=Decisions())
     return RunningAs(frame)
 
 
@@ -450,6 +457,102 @@ def test_a_caller_that_keeps_q_gets_the_function_itself() -> None:
         found.append(torch.autograd.grad(results, leaves, [values(*x.shape, dtype=x.dtype, seed=9) for x in results]))
     assert ours.known == {}
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def passed_on(apply_rotary_pos_emb: Function, q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return q, k
+
+
+def second_name(apply_rotary_pos_emb: Function, projected: Any, other: Any, cos: Any, sin: Any) -> Any:
+    q = itself(projected)
+    k = itself(other)
+    before = q
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return q + before.tanh(), k
+
+
+def first_name(apply_rotary_pos_emb: Function, projected: Any, other: Any, cos: Any, sin: Any) -> Any:
+    before = itself(projected)
+    q = before
+    k = itself(other)
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return q + before.tanh(), k
+
+
+def both_names(apply_rotary_pos_emb: Function, projected: Any, other: Any, cos: Any, sin: Any) -> Any:
+    before = q = itself(projected)
+    k = itself(other)
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return q + before.tanh(), k
+
+
+def used_before(apply_rotary_pos_emb: Function, projected: Any, other: Any, cos: Any, sin: Any) -> Any:
+    q = itself(projected)
+    k = itself(other)
+    weight = q.tanh()
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return q + weight, k
+
+
+def made_of_q(apply_rotary_pos_emb: Function, projected: Any, _other: Any, cos: Any, sin: Any) -> Any:
+    q = itself(projected)
+    k = q.view_as(q)
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return q, k
+
+
+def same_twice(apply_rotary_pos_emb: Function, projected: Any, _other: Any, cos: Any, sin: Any) -> Any:
+    q = itself(projected)
+    k = itself(projected)
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return q, k
+
+
+ELSEWHERE = (passed_on, second_name, first_name, both_names, used_before, made_of_q, same_twice)
+
+
+@pytest.mark.parametrize("caller", ELSEWHERE, ids=lambda caller: caller.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_where_q_is_used_elsewhere_too_the_function_itself_runs(caller: Function, dtype: torch.dtype) -> None:
+    case, found, ours = Case(dtype, kv_heads=4), [], stand_in()
+    for function in (ORIGINAL, ours):
+        leaves, (q, k) = case.inputs()
+        with under_a_frame():
+            results = caller(function, q, k, case.cos, case.sin)
+        grads = [values(*x.shape, dtype=x.dtype, seed=9 + place) for place, x in enumerate(results)]
+        found.append(torch.autograd.grad(results, leaves[: 1 if caller in (made_of_q, same_twice) else 2], grads))
+    assert ours.known == {}
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def bound_anew(apply_rotary_pos_emb: Function, projected: Any, other: Any, cos: Any, sin: Any) -> Any:
+    q, k = itself((projected, other))
+    q = q.view(q.shape)
+    if k.dtype == q.dtype:
+        k = itself(k) * 2
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return q + q.tanh(), k
+
+
+def test_a_caller_that_binds_q_anew_lets_go_of_it() -> None:
+    case, ours = Case(torch.bfloat16), stand_in()
+    _, (q, k) = case.inputs()
+    with under_a_frame():
+        bound_anew(ours, q, k, case.cos, case.sin)
+    assert list(ours.known.values()) == [True]
+
+
+def test_a_function_that_changes_q_in_place_is_run_as_it_is() -> None:
+    def in_place(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        turned, other = ORIGINAL(q, k, cos, sin)
+        return q.mul_(turned), other
+
+    case, ours = Case(torch.bfloat16), stand_in(in_place)
+    _, (q, k) = case.inputs()
+    with under_a_frame():
+        called(ours, q * 1, k, case.cos, case.sin)
+    assert list(ours.known.values()) == [False]
 
 
 # --- in its place -----------------------------------------------------------------------------------------------------

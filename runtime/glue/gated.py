@@ -16,47 +16,52 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import silu
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hilore.runtime.ambient import RunningAs, running
 from hilore.runtime.derive import same_bits
 from hilore.runtime.errors import HiloreWarning
+from hilore.runtime.glue.decisions import KNOWN_AT_MOST, state_of, transformed, with_parts
 from hilore.runtime.glue.gatedops import gated_product, gated_product_backward
 
 _LINEARS = ("gate_proj", "up_proj", "down_proj")
 _PROBED_TOKENS = 4
+_SIZES_AT_MOST = 256
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-# What probes found outlives an attachment.
-_known: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], bool]] = WeakKeyDictionary()
 
 
 class _GatedProduct(torch.autograd.Function):
-    """gate and up [..., ffn], contiguous."""
+    """gate and up [..., ffn]. How they lie decides nothing of what is saved: placeholders of a replay lie otherwise."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate, up)
-        return gated_product(gate, up)
+        return gated_product(gate, up) if _in_order(gate, up) else silu(gate) * up
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         (grad,) = grads
         gate, up = ctx.saved_tensors
         again = torch.is_grad_enabled()
-        if not again and grad.is_contiguous():
+        if not again and _in_order(grad, gate, up):
             return gated_product_backward(grad, gate, up)
-        # Gradients of gradients, and those that lie otherwise, whose layout autograd hands on.
+        # Gradients of gradients, and tensors that lie otherwise: autograd hands on how gradients lie.
         with torch.enable_grad():
             product = silu(gate) * up
         return torch.autograd.grad(product, (gate, up), grad, create_graph=again)
+
+
+def _in_order(*tensors: torch.Tensor) -> bool:
+    return all(tensor.is_contiguous() for tensor in tensors)
 
 
 def gated_forwards(region: nn.Module) -> list[GatedForward]:
@@ -71,29 +76,46 @@ class GatedForward:
     ``known``: whether that forward is ``down(silu(gate(x)) * up(x))``, by what it may depend on.
     """
 
-    __slots__ = ("_others", "call", "known", "module")
+    __slots__ = ("_sizes", "_width", "call", "known", "module")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.call: Callable[..., Any] = module.forward
-        self.known = _known.setdefault(module, {})
-        linears = [part for name in _LINEARS for part in module.get_submodule(name).modules()]
-        inside = {id(part) for part in (module, *linears)}
-        self._others = [part for part in module.modules() if id(part) not in inside]
+        self.known: dict[tuple[object, ...], bool] = {}
+        self._sizes: dict[tuple[object, ...], bool] = {}
+        self._width = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not running.fuses or kwargs or len(args) != 1 or not _takes(args[0]) or any(map(_watched, self._others)):
+        frame = running.frame
+        if frame is None or not running.fused or kwargs or len(args) != 1 or not _takes(args[0]):
             return self.call(*args, **kwargs)
         (x,) = args
-        compute = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        key = (type(self.module).forward, self.module.training, x.dtype, compute, isinstance(x, FakeTensor))
-        if key not in self.known:
-            self.known[key] = _Probe(self.module, self.call, x, compute).agrees()
-        if not self.known[key]:
+        if not frame.decisions.take(self, lambda: self._stands_in(x)):
             return self.call(x)
         module: Any = self.module
         gate, up = module.gate_proj(x), module.up_proj(x)
         return module.down_proj(product_of(gate, up))
+
+    def _stands_in(self, x: torch.Tensor) -> bool:
+        children = (child for name, child in self.module._modules.items() if child is not None and name not in _LINEARS)
+        others = [part for child in children for part in child.modules()]
+        hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        if hooked or any(map(_watched, others)) or transformed():
+            return False
+        compute = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        states = (*state_of(self.module), *((part, *state_of(part)) for part in others))
+        key = (*states, x.dtype, compute, isinstance(x, FakeTensor))
+        if key not in self.known and len(self.known) < KNOWN_AT_MOST:
+            probe = _Probe(self.module, self.call, x, compute)
+            self.known[key] = probe.agrees()
+            self._width = probe.width
+        if not self.known.get(key, False):
+            return False
+        if len(self._sizes) >= _SIZES_AT_MOST:
+            self._sizes.clear()
+        if (key, x.shape) not in self._sizes:
+            self._sizes[key, x.shape] = _Probe(self.module, self.call, x, compute).agrees_at(x, self._width)
+        return self._sizes[key, x.shape]
 
 
 def _takes(x: Any) -> bool:
@@ -108,7 +130,7 @@ def _watched(module: nn.Module) -> bool:
 
 def product_of(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` [..., width], in one pass each way where both are contiguous and want gradients."""
-    alike = gate.shape == up.shape and gate.is_contiguous() and up.is_contiguous()
+    alike = gate.shape == up.shape and gate.dtype == up.dtype
     if alike and gate.requires_grad and up.requires_grad and torch.is_grad_enabled():
         product: torch.Tensor = _GatedProduct.apply(gate, up)  # type: ignore[no-untyped-call]
         return product
@@ -136,7 +158,8 @@ class _Probe:
         # Autocast would keep the casts of weights that it makes here.
         autocast = torch.autocast("cpu", self._compute, enabled=self._compute is not None, cache_enabled=False)
         with RunningAs(None), torch.enable_grad(), autocast, hooks, generators:
-            with self._watching():
+            result = None
+            with suppress(Exception), self._watching():  # of a forward that takes no few tokens, say
                 result = self._call(self._x)
             if not self._in_order(result):
                 return False
@@ -154,6 +177,37 @@ class _Probe:
             return True
         _tell(self._module)
         return False
+
+    @property
+    def width(self) -> int:
+        """Of gate and up; 0 where none came."""
+        gate = self._results.get("gate_proj")
+        return 0 if gate is None else gate.shape[-1]
+
+    def agrees_at(self, x: torch.Tensor, width: int) -> bool:
+        """Whether a forward that agrees for a few tokens does for x too, which it may cut up, say, or look at: its
+        linears are left out, and no tensor has values."""
+        # Nobody's meter is to count these.
+        hooks = saved_tensors_hooks(_as_it_is, _as_it_is)
+        with _disable_current_modes(), RunningAs(None), torch.enable_grad(), hooks:
+            self._x = x.new_empty(x.shape, device=None if isinstance(x, FakeTensor) else "meta")
+            sizes = dict.fromkeys(_LINEARS, width) | {"down_proj": x.shape[-1]}
+            parts = {name: self._left_out(name, size) for name, size in sizes.items()}
+            result = None
+            with suppress(Exception):
+                result = type(self._module).forward(with_parts(self._module, parts), self._x)
+            return self._in_order(result) and _is_product(
+                self._given["down_proj"], self._results["gate_proj"], self._results["up_proj"]
+            )
+
+    def _left_out(self, name: str, width: int) -> Callable[..., torch.Tensor]:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            self._order.append(name)
+            self._given[name] = x
+            self._results[name] = x.new_empty((*x.shape[:-1], width)).requires_grad_()
+            return self._results[name]
+
+        return run
 
     def _in_order(self, result: Any) -> bool:
         if self._order != list(_LINEARS) or result is not self._results["down_proj"]:

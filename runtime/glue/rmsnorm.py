@@ -12,8 +12,8 @@ that they issue the operators of that form, and no others, and that output and g
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -30,6 +30,7 @@ from hilore.runtime.ambient import RunningAs, running
 from hilore.runtime.codecs.base import is_dense
 from hilore.runtime.derive import same_bits
 from hilore.runtime.errors import HiloreWarning
+from hilore.runtime.glue.decisions import KNOWN_AT_MOST, state_of, transformed, with_parts
 from hilore.runtime.glue.normops import rms_gradient, rms_product, rms_scale, rms_square
 
 # Others have no kernels, or (float16) sums that the form does not make in float32 alone.
@@ -138,16 +139,23 @@ class NormForward:
         self.known: dict[tuple[object, ...], bool] = _known.setdefault(module, {})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not running.fuses or kwargs or len(args) != 1:
+        frame = running.frame
+        if frame is None or not running.fused or kwargs or len(args) != 1:
             return self.call(*args, **kwargs)
         module: Any = self.module
         (x,), weight, eps = args, module.weight, _epsilon(module)
-        if eps is None or not _takes(x, weight) or _hooked(module) or torch.is_autocast_enabled("cpu"):
+        if eps is None or not frame.decisions.take(self, lambda: self._stands_in(x, weight, eps)):
             return self.call(x)
-        key = (type(module).forward, module.training, x.dtype, eps, isinstance(x, FakeTensor))
-        if key not in self.known:
-            self.known[key] = _Probe(module, self.call, x, weight, eps).agrees()
-        return rms_norm(x, weight, eps) if self.known[key] else self.call(x)
+        return rms_norm(x, weight, eps)
+
+    def _stands_in(self, x: Any, weight: torch.Tensor, eps: float) -> bool:
+        module = self.module
+        if not _takes(x, weight) or _hooked(module) or torch.is_autocast_enabled("cpu") or transformed():
+            return False
+        key = (*state_of(module), eps, x.dtype, isinstance(x, FakeTensor))
+        if key not in self.known and len(self.known) < KNOWN_AT_MOST:
+            self.known[key] = _Probe(module, x, weight, eps).agrees()
+        return self.known.get(key, False)
 
 
 def _takes(x: Any, weight: torch.Tensor) -> bool:
@@ -181,21 +189,21 @@ class _Probe:
     A weight of ones would hide where it is multiplied.
     """
 
-    def __init__(
-        self, module: nn.Module, call: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> None:
+    def __init__(self, module: nn.Module, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         self._module = module
-        self._call = call
         with torch.no_grad():
-            few = torch.empty([min(size, _PROBED_ROWS) for size in x.shape[:-1]] + [x.shape[-1]], dtype=x.dtype)
+            rows = [min(size, _PROBED_ROWS) for size in x.shape[:-1]]
+            few = torch.empty([*rows, x.shape[-1]], dtype=x.dtype, device=x.device)
             self._x, self._weight = _made_up(few, 1.7), _made_up(weight, 2.3)
         self._eps = eps
 
     def agrees(self) -> bool:
         """Whether the module's forward is the form; a HiloreWarning where it is, but not with our bits."""
         hooks, generators = saved_tensors_hooks(_as_it_is, _as_it_is), torch.random.fork_rng([])
-        with RunningAs(None), torch.enable_grad(), hooks, generators, self._with_weight():
-            own = self._run(self._call)
+        with RunningAs(None), torch.enable_grad(), hooks, generators:
+            own = None
+            with suppress(Exception):  # of a forward that takes no such rows, say
+                own = self._run(lambda x: self._own(x))
             form = self._run(lambda x: self._form(x))
             if own is None or form is None or own.operators != form.operators:
                 return False
@@ -204,6 +212,10 @@ class _Probe:
             return True
         _tell(self._module)
         return False
+
+    def _own(self, x: torch.Tensor) -> Any:
+        module = with_parts(self._module, {"weight": self._weight})
+        return type(module).forward(module, x)
 
     def _form(self, x: torch.Tensor) -> torch.Tensor:
         return _plainly(x, None, self._weight, self._eps)[1]
@@ -221,19 +233,6 @@ class _Probe:
             grads = _made_up(result.detach(), 2.9), _made_up(x.detach(), 3.1)
             found = torch.autograd.grad((result, x), leaf, grads)
         return _Run(recorder.operators, [result.detach(), *found])
-
-    @contextmanager
-    def _with_weight(self) -> Iterator[None]:
-        """The made-up weight where the module looks it up: nothing that watches the parameter sees the probe."""
-        held_in: dict[str, Any] = (
-            self._module._parameters if "weight" in self._module._parameters else vars(self._module)
-        )
-        before = held_in["weight"]
-        held_in["weight"] = self._weight
-        try:
-            yield
-        finally:
-            held_in["weight"] = before
 
 
 # Fake tensors alone show that they are asked for their device.

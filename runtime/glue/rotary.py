@@ -11,15 +11,12 @@ by one, and a sum of floats depends on its order.
 
 from __future__ import annotations
 
-import ast
 import inspect
 import sys
-import textwrap
 import threading
 import warnings
 from collections.abc import Callable
-from functools import cache
-from types import CodeType
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,6 +28,8 @@ from hilore.runtime.ambient import RunningAs, running
 from hilore.runtime.codecs.native import NATIVE_DTYPES
 from hilore.runtime.derive import same_bits
 from hilore.runtime.errors import HiloreWarning
+from hilore.runtime.glue.caller import lets_go
+from hilore.runtime.glue.decisions import KNOWN_AT_MOST, transformed
 from hilore.runtime.glue.operators import Recorder
 from hilore.runtime.glue.rotaryops import Strides, plain_rotary, result_strides, rotary, rotary_backward
 
@@ -101,18 +100,24 @@ class RotaryCall:
         self.known = known
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not running.fuses or len(args) != 4 or not kwargs.keys() <= {_DIM}:
+        frame = running.frame
+        if frame is None or not running.fused or len(args) != 4 or not kwargs.keys() <= {_DIM}:
             return self.call(*args, **kwargs)
         q, k, cos, sin = args
-        dim = kwargs.get(_DIM, 1)
-        if not _takes(q, k, cos, sin, dim) or not _lets_go(sys._getframe(1).f_code):
-            return self.call(*args, **kwargs)
-        key = (self.call, q.dtype, dim, not kwargs, type(q))
-        if key not in self.known:
-            self.known[key] = _Probe(self.call, q, dim, kwargs).agrees()
-        if not self.known[key]:
+        dim, code = kwargs.get(_DIM, 1), sys._getframe(1).f_code
+
+        def decide() -> bool:
+            return _takes(q, k, cos, sin, dim) and lets_go(code, NAME) and self._is_known(q, dim, kwargs)
+
+        if not frame.decisions.take(self.known, decide):
             return self.call(*args, **kwargs)
         return _Rotary.apply(q, k, cos, sin, dim, (_is_merged(q, dim), _is_merged(k, dim)))  # type: ignore[no-untyped-call]
+
+    def _is_known(self, q: Tensor, dim: int, kwargs: dict[str, Any]) -> bool:
+        key = (self.call, q.dtype, dim, not kwargs, type(q))
+        if key not in self.known and len(self.known) < KNOWN_AT_MOST:
+            self.known[key] = _Probe(self.call, q, dim, kwargs).agrees()
+        return self.known.get(key, False)
 
 
 def _takes(q: Any, k: Any, cos: Any, sin: Any, dim: Any) -> bool:
@@ -124,35 +129,13 @@ def _takes(q: Any, k: Any, cos: Any, sin: Any, dim: Any) -> bool:
         return False
     if not q.requires_grad or not k.requires_grad or cos.requires_grad or sin.requires_grad:
         return False
+    if q is k or transformed():  # q and k: their gradients would be added up in another order
+        return False
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape or q.numel() == 0 or k.numel() == 0:
         return False
     batch, tokens, width = q.shape[0], q.shape[3 - dim], q.shape[3]
     alike = k.shape[0] == batch and k.shape[3 - dim] == tokens and k.shape[3] == width
     return alike and width % 2 == 0 and cos.shape[1:] == (tokens, width) and cos.shape[0] in (1, batch)
-
-
-@cache
-def _lets_go(code: CodeType) -> bool:
-    """Whether code binds the results of every such call to the names that it passed as q and k."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, SyntaxError):
-        return False
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name(node.func) == NAME]
-    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and node.value in calls]
-    return len(calls) == len(assigned) and all(_rebinds(node) for node in assigned)
-
-
-def _rebinds(node: ast.Assign) -> bool:
-    (target, *others), call = node.targets, node.value
-    if others or not isinstance(target, ast.Tuple) or not isinstance(call, ast.Call) or len(target.elts) != 2:
-        return False
-    passed = [_name(argument) for argument in call.args[:2]]
-    return None not in passed and passed[0] != passed[1] and passed == [_name(element) for element in target.elts]
-
-
-def _name(node: ast.expr) -> str | None:
-    return node.id if isinstance(node, ast.Name) else None
 
 
 def _is_merged(x: Tensor, dim: int) -> bool:
@@ -193,7 +176,9 @@ class _Probe:
         """Whether it is ``plain_rotary``; a HiloreWarning where it is, but not with our bits."""
         hooks, generators = saved_tensors_hooks(_as_it_is, _as_it_is), torch.random.fork_rng([])
         with RunningAs(None), torch.enable_grad(), hooks, generators:
-            own = self._run(lambda *tensors: self._call(*tensors, **self._kwargs))
+            own = None
+            with suppress(Exception):  # of a function that takes no such tensors, or changes them in place
+                own = self._run(lambda *tensors: self._call(*tensors, **self._kwargs))
             form = self._run(lambda q, k, cos, sin: plain_rotary(q, k, cos, sin, self._dim))
             if own is None or form is None or own[0] != form[0]:
                 return False
@@ -224,7 +209,7 @@ class _Probe:
 
 def _made_up(shape: tuple[int, ...], dtype: torch.dtype, place: int) -> Tensor:
     """Signed zeros among them."""
-    values = torch.arange(torch.Size(shape).numel()).mul(1.7 + place / 7).sin().mul(3)
+    values = torch.arange(torch.Size(shape).numel(), device="cpu").mul(1.7 + place / 7).sin().mul(3)
     values[::5] *= 0.0
     return values.to(dtype).reshape(shape)
 
