@@ -27,6 +27,7 @@ from hilore.planner.files import replace_file
 from hilore.planner.sidebyside_report import environment
 from hilore.runtime.ambient import RunningAs
 from hilore.runtime.derive import same_bits
+from hilore.runtime.glue.decisions import Decisions
 from hilore.runtime.glue.gated import product_of
 from hilore.runtime.glue.rmsnorm import rms_norm
 from hilore.runtime.glue.rotary import RotaryCall
@@ -76,7 +77,10 @@ class Row:
 
 
 class _AnyFrame:
-    """Stands in for a region's frame: that there is one is all that glue asks for."""
+    """Stands in for a region's frame, of which glue asks for this alone."""
+
+    def __init__(self) -> None:
+        self.decisions = Decisions()
 
 
 def parts_of(sizes: Sizes, dtype: torch.dtype, generator: torch.Generator) -> list[Part]:
