@@ -37,7 +37,10 @@ class CalibrationState:
         header = {"version": STATE_VERSION, **identity}
         if path is None:
             return
-        good = self._read(path, header) if path.exists() else 0
+        try:
+            good = self._read(path, header) if path.exists() else 0
+        except OSError as error:
+            raise CalibrationStateError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
         try:
             self._file = path.open("r+" if good else "w", encoding="utf-8", newline="\n")
             if good:
@@ -84,7 +87,8 @@ class CalibrationState:
                 break
             try:
                 line = json.loads(raw)
-            except ValueError as error:
+                key, value = ("", None) if number == 1 else (line["key"], line["value"])
+            except (ValueError, TypeError, KeyError) as error:
                 raise CalibrationStateError(
                     f"{path}:{number}: not a calibration's state ({error}); remove the file to start again",
                     path=str(path),
@@ -92,7 +96,7 @@ class CalibrationState:
             if number == 1:
                 _check_header(path, line, header)
             else:
-                self._found[line["key"]] = line["value"]
+                self._found[key] = value
             good += len(raw)
         return good
 

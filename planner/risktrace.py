@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -51,6 +52,16 @@ class Confirmed:
     confidence: float
     microbatches: int
     plans: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no measurement gives: traces can be edited, and plans say this was measured."""
+        lowest = {"interaction": 0, "delta": 0, "error": 0, "drift": 1, "microbatches": 1}
+        for name, low in lowest.items():
+            value = getattr(self, name)
+            if not low <= value < math.inf:
+                raise ValueError(f"{name} {value:g}: must be a finite number, {low} or more")
+        if not 0 < self.confidence < 1:
+            raise ValueError(f"confidence {self.confidence:g}: must be between 0 and 1")
 
     def is_for(self, budget_bytes: int, margin_bytes: int, delta: float) -> bool:
         """Whether these are the plans of that budget and delta."""

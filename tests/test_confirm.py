@@ -13,6 +13,7 @@ import pytest
 import hilore.planner.calibration_measure as measure
 import hilore.planner.confirm as confirming
 from hilore.cli import main
+from hilore.planner.calibration_state import STATE_VERSION, CalibrationState, CalibrationStateError
 from hilore.planner.confirm import (
     SETS,
     ConfirmationError,
@@ -28,8 +29,8 @@ from hilore.planner.digest import plan_digest
 from hilore.planner.emit import InfeasibleError, solve_trace
 from hilore.planner.rollouts import write_rollouts
 from hilore.planner.spec_types import ModelSpec
-from hilore.planner.trace import Trace
-from hilore.planner.tracefile import load_trace, save_trace
+from hilore.planner.trace import Confirmed, Trace
+from hilore.planner.tracefile import TraceFileError, load_trace, save_trace
 from hilore.planner.verify import reference_peaks
 from hilore.planner.verify_rollouts import verify_rollouts
 from hilore.runtime.errors import HiloreError
@@ -215,6 +216,40 @@ def test_interrupted_and_resumed_it_finds_the_same(spec: ModelSpec, trace: Trace
     resumed = confirm_trace(spec, trace, target, rollouts=file, state=state)
     assert resumed.confirmed == expected.confirmed
     assert not state.exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("interaction", -1.0, "interaction -1: must be a finite number, 0 or more"),
+        ("error", -0.5, "error -0.5: must be"),
+        ("drift", 0.5, "drift 0.5: must be a finite number, 1 or more"),
+        ("microbatches", -3, "microbatches -3: must be"),
+        ("confidence", 7.0, "confidence 7: must be between 0 and 1"),
+    ],
+)
+def test_edited_traces_are_refused(trace: Trace, tmp_path: Path, field: str, value: float, text: str) -> None:
+    path = tmp_path / "tiny.trace.json"
+    one = Confirmed(1 << 20, 0, 1.0, 1.0, 0.01, 1.25, 0.95, 20, ())
+    save_trace(replace(trace, calibration=replace(trace.calibration, confirmed=(one,))), path)
+    assert load_trace(path).calibration.confirmed == (one,)
+    data = json.loads(path.read_text())
+    data["calibration"]["confirmed"][0][field] = value
+    path.write_text(json.dumps(data))
+    with pytest.raises(TraceFileError, match=text):
+        load_trace(path)
+
+
+def test_a_state_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(CalibrationStateError, match="folder: cannot be read"):
+        CalibrationState(folder, {})
+    for line in ("{}", "[]", "7"):
+        path = tmp_path / "state"
+        path.write_text(json.dumps({"version": STATE_VERSION}) + f"\n{line}\n")
+        with pytest.raises(CalibrationStateError, match=":2: not a calibration's state"):
+            CalibrationState(path, {})
 
 
 def test_what_is_refused(spec: ModelSpec, trace: Trace, file: Path) -> None:

@@ -529,6 +529,7 @@ def test_where_q_is_used_elsewhere_too_the_function_itself_runs(caller: Function
 def bound_anew(apply_rotary_pos_emb: Function, projected: Any, other: Any, cos: Any, sin: Any) -> Any:
     q, k = itself((projected, other))
     q = q.view(q.shape)
+    q, k = (q[:], k[:])
     if k.dtype == q.dtype:
         k = itself(k) * 2
     q, k = apply_rotary_pos_emb(q, k, cos, sin)

@@ -55,9 +55,10 @@ def _are_alone(tree: ast.AST, names: set[str], call: ast.Call) -> bool:
 
 def _makes(node: ast.Assign, call: ast.Call) -> bool:
     """Whether it binds what nobody else has a name for."""
-    return node.value is call or (
-        len(node.targets) == 1 and isinstance(node.value, (ast.Call, ast.BinOp, ast.Subscript))
-    )
+    if node.value is call:
+        return True
+    values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+    return len(node.targets) == 1 and all(isinstance(value, (ast.Call, ast.BinOp, ast.Subscript)) for value in values)
 
 
 def _names(nodes: Iterable[ast.AST]) -> set[str]:
