@@ -67,8 +67,9 @@ def confirm(
     delta: Annotated[str, typer.Option("--delta", help="As for solve.")],
     margin: Annotated[str | None, typer.Option("--margin", metavar="MIB", help="As for solve.")] = None,
     drift: Annotated[
-        float, typer.Option("--drift", help="What errors may rise by as training moves the policy, before delta.")
-    ] = 1.25,
+        float | None,
+        typer.Option("--drift", help="What errors may rise by as training moves the policy, before delta; else 1.25."),
+    ] = None,
     trace_path: TraceOption = None,
     seed: Annotated[int, typer.Option("--seed", help="Of adapters, as for calibrate.")] = 0,
     as_json: JsonOption = False,
@@ -88,13 +89,13 @@ def confirm(
     path = Path(trace_path) if trace_path is not None else newest_trace()
     found = load_trace(path)
     budget_bytes, margin_bytes = parse_memory(budget, margin, card_bytes=found.card_bytes)
-    from hilore.planner.confirm import SUFFIX, Target, confirm_trace
+    from hilore.planner.confirm import DRIFT, SUFFIX, Target, confirm_trace
 
     with progress_bar() as progress:
         confirmation = confirm_trace(
             spec,
             found,
-            Target(budget_bytes, margin_bytes, wanted_delta, drift),
+            Target(budget_bytes, margin_bytes, wanted_delta, DRIFT if drift is None else drift),
             progress,
             rollouts=Path(rollouts),
             state=Path(f"{path}{SUFFIX}"),

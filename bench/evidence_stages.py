@@ -15,7 +15,7 @@ from hilore.planner.actor import Actor, build_actor
 from hilore.planner.calibrate import calibrate_trace
 from hilore.planner.calibration_sources import generate_file, is_null
 from hilore.planner.calibration_state import CalibrationState
-from hilore.planner.calibration_view import confirmation_json, confirmation_parts
+from hilore.planner.calibration_view import confirmation_parts
 from hilore.planner.confirm import Target, confirm_trace
 from hilore.planner.emit import solve_trace, write_plans
 from hilore.planner.evidence import Ranking
@@ -89,8 +89,6 @@ def calibrate(setting: Setting) -> None:
 
 def confirm(setting: Setting) -> None:
     """Settle the factor of each delta on rollouts of their own."""
-    path = setting.file("calibrated.trace.json")
-    rows = []
     for delta in setting.given.deltas:
         trace = setting.trace
         target = Target(_budget_bytes(setting, trace), 0, delta)
@@ -101,11 +99,9 @@ def confirm(setting: Setting) -> None:
         found = confirm_trace(
             setting.spec, trace, target, tell(), rollouts=rollouts, state=state, seed=setting.given.seed
         )
-        save_trace(found.trace, path)
+        save_trace(found.trace, setting.file("calibrated.trace.json"))
         for part in confirmation_parts(found):
             say(part)
-        rows.append(confirmation_json(found, ""))
-        setting.file("confirm.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 def _budget_bytes(setting: Setting, trace: Trace) -> int:

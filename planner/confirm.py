@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,6 @@ from hilore.planner.conformal import check_confidence, resampled_updates, upper_
 from hilore.planner.digest import plan_digest
 from hilore.planner.emit import solve_trace
 from hilore.planner.gradient_error import Instrument
-from hilore.planner.solved import SolveResult
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.stepping import float32_twin
 from hilore.planner.trace import Confirmed, Trace
@@ -40,6 +40,7 @@ from hilore.runtime.errors import HiloreError
 from hilore.runtime.plan import Plan
 
 Progress = Callable[[str, int, int], None]
+# The largest bucket's plans by ascending exposure, at a factor.
 Solve = Callable[[float], tuple[Plan, ...]]
 Measure = Callable[[Sequence[Plan]], float]
 
@@ -214,6 +215,7 @@ def chosen_of(trials: Sequence[Trial]) -> Trial | None:
 def _solver(trace: Trace, target: Target) -> Solve:
     longest = largest_bucket(trace).tokens
 
+    @cache
     def solve(interaction: float) -> tuple[Plan, ...]:
         calibration = replace(trace.calibration, interaction=interaction, confirmed=())
         solved = solve_trace(
@@ -222,14 +224,9 @@ def _solver(trace: Trace, target: Target) -> Solve:
             margin_bytes=target.margin_bytes,
             delta=target.delta,
         )
-        return plans_of(solved, longest)
+        return tuple(plan for plan in solved.plans if plan.length_bucket == longest)
 
     return solve
-
-
-def plans_of(solved: SolveResult, tokens: int) -> tuple[Plan, ...]:
-    """The plans of one length bucket by ascending exposure."""
-    return tuple(plan for plan in solved.plans if plan.length_bucket == tokens)
 
 
 def _measurer(spec: ModelSpec, measuring: Measuring, target: Target, trace: Trace) -> Measure:

@@ -16,8 +16,8 @@ from hilore.planner.budget import AUTO_MARGIN_BYTES, mib
 from hilore.planner.build import Offered, assemble, build_regions, risk_limit
 from hilore.planner.compose import Job, Options, make_plan, region_plan, update_error
 from hilore.planner.composition import Composition, composition_text, highest, plan_compositions
+from hilore.planner.confirmed import confirmed_for, with_measured
 from hilore.planner.cpsat import ORTOOLS_VERSION
-from hilore.planner.digest import plan_digest
 from hilore.planner.greedy import greedy
 from hilore.planner.leastpeak import LeastPeak, fitting_choice, least_peak
 from hilore.planner.milp import solve
@@ -27,10 +27,10 @@ from hilore.planner.profile import spread_notes
 from hilore.planner.regimes import ALLOWANCES, RULES, RegimeInterval, joint_regimes, regimes
 from hilore.planner.solved import InfeasibleError, NoPlanError, SolveResult, SolveRow
 from hilore.planner.tables import make_tables
-from hilore.planner.trace import Bucket, Confirmed, Trace
+from hilore.planner.trace import Bucket, Trace
 from hilore.planner.verify import binding_event, largest_bucket, verify
 from hilore.runtime.errors import HiloreError, InternalError
-from hilore.runtime.plan import MeasuredError, Plan
+from hilore.runtime.plan import Plan
 
 __all__ = ["InfeasibleError", "NoPlanError", "SolveResult", "SolveRow", "solve_trace", "update_error", "write_plans"]
 
@@ -66,7 +66,7 @@ def solve_trace(
         raise HiloreError(f"rule {rule!r}: one of {', '.join(RULES)}", rule=rule)
     options = Options(budget_bytes, margin_bytes, delta, time_limit_s, gap_percent, granularity, rule)
     set_id = _set_id(trace, options)
-    confirmed = _confirmed(trace, options)
+    confirmed = confirmed_for(trace, options)
     if confirmed is not None:
         trace = replace(trace, calibration=replace(trace.calibration, interaction=confirmed.interaction))
     intervals = _intervals(trace, options)
@@ -84,7 +84,7 @@ def solve_trace(
     }
     made = [make_plan(trace, job, solution, options, set_id, provenance) for job, solution in solved]
     largest = largest_bucket(trace).tokens
-    plans, risk_notes = _with_measured([plan for plan, _ in made], largest, trace, confirmed)
+    plans, risk_notes = with_measured([plan for plan, _ in made], largest, trace, confirmed)
     return SolveResult(
         name=trace.name,
         estimated=trace.estimated,
@@ -94,36 +94,6 @@ def solve_trace(
         plans=plans,
         rows=tuple(row for _, row in made),
     )
-
-
-def _confirmed(trace: Trace, options: Options) -> Confirmed | None:
-    """What was measured of this budget and delta."""
-    if options.granularity != "unit" or options.rule != "each":
-        return None
-    asked = (options.budget_bytes, options.margin_bytes, options.delta)
-    return next((one for one in trace.calibration.confirmed if one.is_for(*asked)), None)
-
-
-def _with_measured(
-    plans: Sequence[Plan], largest: int, trace: Trace, confirmed: Confirmed | None
-) -> tuple[tuple[Plan, ...], tuple[str, ...]]:
-    """The plans with what was measured of them, and what to know where that is nothing."""
-    if confirmed is None:
-        if not (trace.calibration.calibrated and any(plan.lossy for plan in plans)):
-            return tuple(plans), ()
-        return tuple(plans), (
-            "that updates stay within delta rests on errors of other plans; hilore-plan confirm measures these",
-        )
-    if tuple(plan_digest(plan) for plan in plans if plan.length_bucket == largest) != confirmed.plans:
-        return tuple(plans), (
-            "these are not the plans that hilore-plan confirm measured for this budget and delta (another trace, "
-            "--gap or --time-limit); confirm them again",
-        )
-    found = MeasuredError(confirmed.error, confirmed.confidence, confirmed.microbatches)
-    return tuple(
-        replace(plan, measured=found, confidence=confirmed.confidence) if plan.length_bucket == largest else plan
-        for plan in plans
-    ), ()
 
 
 def _intervals(trace: Trace, options: Options) -> tuple[RegimeInterval, ...]:

@@ -23,12 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from hilore.runtime.adapter import part_modules, parts_of
 from hilore.runtime.alias import non_leaf_alias
-from hilore.runtime.ambient import RunningAs
 from hilore.runtime.derive import derivation_of, same_bits
+from hilore.runtime.glue.probing import apart
 
 if TYPE_CHECKING:
     from hilore.runtime.unitbinding import UnitBinding
@@ -205,10 +204,10 @@ class _Probe:
 
     def sum_of(self, scaling: float) -> Sum | None:
         """The layer's sum; None where its result or its gradients are something else."""
-        hooks, on = saved_tensors_hooks(_as_it_is, _as_it_is), self._compute is not None
+        on = self._compute is not None
         # Autocast would keep the casts of the probe's weights until it ends.
         autocast = torch.autocast(self._x.device.type, self._compute, enabled=on, cache_enabled=False)
-        with RunningAs(None), torch.enable_grad(), autocast, hooks, self._made_up():
+        with apart(), autocast, self._made_up():
             with self._watching():
                 own = self._bits_of(lambda: self._call(self._x))
             if not self._chained or self._base_calls != 1 or self._parts != parts_of(self._layer, self._adapter):
@@ -290,7 +289,3 @@ def _values_like(tensor: torch.Tensor) -> torch.Tensor:
     """Of the same layout too."""
     values = torch.arange(tensor.numel(), device=tensor.device).mul(1.7).sin()
     return torch.empty_like(tensor, requires_grad=False).copy_(values.reshape(tensor.shape))
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -45,6 +45,17 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads of torch inside, as many as before after it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def mlp(seed: int = 0) -> nn.Sequential:
     """Linear-GELU-Linear, 64-256-64."""
     with seeded(seed):

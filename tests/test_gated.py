@@ -6,8 +6,7 @@ import ctypes
 import gc
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,16 +48,6 @@ def plain(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate) * up
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def run(product: Product, gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
     leaves = gate.clone().requires_grad_(), up.clone().requires_grad_()
     result = product(leaves[0] * 1, leaves[1] * 1)
@@ -80,7 +69,7 @@ def assert_bits(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> Non
 )
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_forward_and_backward_have_the_bits_of_autograd(shape: tuple[int, ...], count: int) -> None:
-    with models.seeded(0), threads(count):
+    with models.seeded(0), models.threads(count):
         gate, up, grad = (torch.randn(shape).mul(scale).to(BF16) for scale in (6, 1, 0.01))
         assert_bits(gate, up, grad)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,16 +75,6 @@ def assert_alike(module: Any, x: Tensor, grad: Tensor) -> None:
         assert same_bits(ours.masked_fill(ours.isnan(), 0), own.masked_fill(own.isnan(), 0))
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.fixture(params=["C", "ATen"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "ATen":
@@ -97,7 +86,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.usefixtures("kernels")
 def test_same_bits(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> None:
-    with threads(count):
+    with models.threads(count):
         assert_alike(norm(shape[-1], dtype), drawn(shape, dtype), drawn(shape, dtype, 1))
 
 

@@ -22,21 +22,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import silu
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hilore.runtime.ambient import RunningAs, running
+from hilore.runtime.ambient import running
 from hilore.runtime.derive import same_bits
 from hilore.runtime.errors import HiloreWarning
 from hilore.runtime.glue.decisions import KNOWN_AT_MOST, state_of, transformed, with_parts
 from hilore.runtime.glue.gatedops import gated_product, gated_product_backward
+from hilore.runtime.glue.probing import PLAIN, apart, hooked, made_up_like
 
 _LINEARS = ("gate_proj", "up_proj", "down_proj")
 _PROBED_TOKENS = 4
 _SIZES_AT_MOST = 256
-_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 class _GatedProduct(torch.autograd.Function):
@@ -99,8 +98,8 @@ class GatedForward:
     def _stands_in(self, x: torch.Tensor) -> bool:
         children = (child for name, child in self.module._modules.items() if child is not None and name not in _LINEARS)
         others = [part for child in children for part in child.modules()]
-        hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
-        if hooked or any(map(_watched, others)) or transformed():
+        everywhere = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        if everywhere or any(map(_watched, others)) or transformed():
             return False
         compute = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         states = (*state_of(self.module), *((part, *state_of(part)) for part in others))
@@ -108,7 +107,8 @@ class GatedForward:
         if key not in self.known and len(self.known) < KNOWN_AT_MOST:
             probe = _Probe(self.module, self.call, x, compute)
             self.known[key] = probe.agrees()
-            self._width = probe.width
+            if self.known[key]:
+                self._width = probe.width
         if not self.known.get(key, False):
             return False
         if len(self._sizes) >= _SIZES_AT_MOST:
@@ -119,13 +119,12 @@ class GatedForward:
 
 
 def _takes(x: Any) -> bool:
-    return type(x) in _PLAIN and x.device.type == "cpu" and x.dim() >= 2
+    return type(x) in PLAIN and x.device.type == "cpu" and x.dim() >= 2
 
 
 def _watched(module: nn.Module) -> bool:
     """Whether someone sees or changes what goes through a module, which would no longer be called."""
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks) or "forward" in vars(module)
+    return hooked(module) or "forward" in vars(module)
 
 
 def product_of(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -154,10 +153,9 @@ class _Probe:
     def agrees(self) -> bool:
         """Whether the forward is ``down(silu(gate(x)) * up(x))`` in bfloat16 and nothing else; a HiloreWarning where it
         is, but not with our bits."""
-        hooks, generators = saved_tensors_hooks(_as_it_is, _as_it_is), torch.random.fork_rng([])
         # Autocast would keep the casts of weights that it makes here.
         autocast = torch.autocast("cpu", self._compute, enabled=self._compute is not None, cache_enabled=False)
-        with RunningAs(None), torch.enable_grad(), autocast, hooks, generators:
+        with apart(), autocast:
             result = None
             with suppress(Exception), self._watching():  # of a forward that takes no few tokens, say
                 result = self._call(self._x)
@@ -168,7 +166,7 @@ class _Probe:
                 return False
             if isinstance(product, FakeTensor):
                 return True
-            grad = _made_up(product, 2.9)
+            grad = made_up_like(product, 2.9)
             own, ours = (
                 (found.detach(), *torch.autograd.grad(found, (gate, up), grad))
                 for found in (product, product_of(gate, up))
@@ -180,21 +178,19 @@ class _Probe:
 
     @property
     def width(self) -> int:
-        """Of gate and up; 0 where none came."""
-        gate = self._results.get("gate_proj")
-        return 0 if gate is None else gate.shape[-1]
+        """Of gate and up, once the forward agreed."""
+        return self._results["gate_proj"].shape[-1]
 
     def agrees_at(self, x: torch.Tensor, width: int) -> bool:
         """Whether a forward that agrees for a few tokens does for x too, which it may cut up, say, or look at: its
         linears are left out, and no tensor has values."""
         # Nobody's meter is to count these.
-        hooks = saved_tensors_hooks(_as_it_is, _as_it_is)
-        with _disable_current_modes(), RunningAs(None), torch.enable_grad(), hooks:
+        with _disable_current_modes(), apart():
             self._x = x.new_empty(x.shape, device=None if isinstance(x, FakeTensor) else "meta")
             sizes = dict.fromkeys(_LINEARS, width) | {"down_proj": x.shape[-1]}
             parts = {name: self._left_out(name, size) for name, size in sizes.items()}
             result = None
-            with suppress(Exception):
+            with suppress(Exception):  # of a forward that asks its linears for more than their results, say
                 result = type(self._module).forward(with_parts(self._module, parts), self._x)
             return self._in_order(result) and _is_product(
                 self._given["down_proj"], self._results["gate_proj"], self._results["up_proj"]
@@ -227,11 +223,11 @@ class _Probe:
     def _hook(self, name: str) -> Callable[..., Any]:
         def ran(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
             self._order.append(name)
-            if len(args) != 1 or kwargs or type(result) not in _PLAIN:
+            if len(args) != 1 or kwargs or type(result) not in PLAIN:
                 self._order.append("something else")
                 return result
             self._given[name] = args[0]
-            self._results[name] = _made_up(result, 1.7 + len(self._order)).requires_grad_()
+            self._results[name] = made_up_like(result, 1.7 + len(self._order)).requires_grad_()
             return self._results[name]
 
         return ran
@@ -247,20 +243,6 @@ def _is_product(product: Any, gate: torch.Tensor, up: torch.Tensor) -> bool:
     if len(sides) != 2 or len(acts) != 1 or not any(getattr(node, "variable", None) is up for node in sides):
         return False
     return [getattr(node, "variable", None) is gate for node, _ in acts[0].next_functions] == [True]
-
-
-def _bits(product: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (product.detach(), *torch.autograd.grad(product, (gate, up), _made_up(product.detach(), 2.9)))
-
-
-def _made_up(tensor: torch.Tensor, step: float) -> torch.Tensor:
-    """Other values of the same shape and dtype, contiguous."""
-    values = torch.arange(tensor.numel(), device=tensor.device).mul(step).sin().mul(3)
-    return values.to(tensor.dtype).reshape(tensor.shape)
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _tell(module: nn.Module) -> None:

@@ -15,23 +15,20 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
-from hilore.runtime.ambient import RunningAs, running
+from hilore.runtime.ambient import running
 from hilore.runtime.codecs.base import is_dense
 from hilore.runtime.derive import same_bits
 from hilore.runtime.errors import HiloreWarning
 from hilore.runtime.glue.decisions import KNOWN_AT_MOST, state_of, transformed, with_parts
 from hilore.runtime.glue.normops import rms_gradient, rms_product, rms_scale, rms_square
+from hilore.runtime.glue.probing import PLAIN, Recorder, apart, hooked, made_up_like
 
 # Others have no kernels, or (float16) sums that the form does not make in float32 alone.
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -150,7 +147,7 @@ class NormForward:
 
     def _stands_in(self, x: Any, weight: torch.Tensor, eps: float) -> bool:
         module = self.module
-        if not _takes(x, weight) or _hooked(module) or torch.is_autocast_enabled("cpu") or transformed():
+        if not _takes(x, weight) or hooked(module) or torch.is_autocast_enabled("cpu") or transformed():
             return False
         key = (*state_of(module), eps, x.dtype, isinstance(x, FakeTensor))
         if key not in self.known and len(self.known) < KNOWN_AT_MOST:
@@ -160,19 +157,10 @@ class NormForward:
 
 def _takes(x: Any, weight: torch.Tensor) -> bool:
     """What no replay sees otherwise than its forward: how x lies is none of it."""
-    if type(x) not in _PLAIN or type(weight) not in _PLAIN or weight.requires_grad:
+    if type(x) not in PLAIN or type(weight) not in PLAIN or weight.requires_grad:
         return False
     alike = x.dtype == weight.dtype and x.dtype in _DTYPES and x.device.type == weight.device.type == "cpu"
     return alike and x.dim() >= 2 and x.shape[-1:] == weight.shape and weight.is_contiguous()
-
-
-_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +182,12 @@ class _Probe:
         with torch.no_grad():
             rows = [min(size, _PROBED_ROWS) for size in x.shape[:-1]]
             few = torch.empty([*rows, x.shape[-1]], dtype=x.dtype, device=x.device)
-            self._x, self._weight = _made_up(few, 1.7), _made_up(weight, 2.3)
+            self._x, self._weight = made_up_like(few, 1.7), made_up_like(weight, 2.3)
         self._eps = eps
 
     def agrees(self) -> bool:
         """Whether the module's forward is the form; a HiloreWarning where it is, but not with our bits."""
-        hooks, generators = saved_tensors_hooks(_as_it_is, _as_it_is), torch.random.fork_rng([])
-        with RunningAs(None), torch.enable_grad(), hooks, generators:
+        with apart():
             own = None
             with suppress(Exception):  # of a forward that takes no such rows, say
                 own = self._run(lambda x: self._own(x))
@@ -223,58 +210,16 @@ class _Probe:
     def _run(self, forward: Callable[[torch.Tensor], Any]) -> _Run | None:
         """None: not even of the kind. x has another use, whose gradient comes first."""
         leaf = self._x.clone().requires_grad_()
-        with _Recorder() as recorder:
+        with Recorder() as recorder:
             x = leaf * 1
             result = forward(x)
             if not isinstance(result, torch.Tensor) or result.shape != x.shape or result.dtype != x.dtype:
                 return None
             if not result.requires_grad:
                 return None
-            grads = _made_up(result.detach(), 2.9), _made_up(x.detach(), 3.1)
+            grads = made_up_like(result.detach(), 2.9), made_up_like(x.detach(), 3.1)
             found = torch.autograd.grad((result, x), leaf, grads)
         return _Run(recorder.operators, [result.detach(), *found])
-
-
-# Fake tensors alone show that they are asked for their device.
-_DEVICE: Any = torch.ops.prim.device.default
-
-
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operator with its arguments; a tensor by its storage's number, its shape and how it lies."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operators: list[object] = []
-        self._numbers = count()
-        self._seen: dict[int, tuple[int, torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = tree_map(self._noted, (args, kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        if func is not _DEVICE:
-            self.operators.append((func, given, tree_map(self._noted, result)))
-        return result
-
-    def _noted(self, item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
-            return item
-        storage = item.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen[storage._cdata] = (next(self._numbers), storage)
-        number, _ = self._seen[storage._cdata]
-        return number, item.dtype, tuple(item.shape), item.stride(), item.storage_offset()
-
-
-def _made_up(tensor: torch.Tensor, step: float) -> torch.Tensor:
-    """Other values, contiguous."""
-    values = torch.arange(tensor.numel(), device=tensor.device).mul(step).sin().mul(3)
-    return values.to(tensor.dtype).reshape(tensor.shape)
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _tell(module: nn.Module) -> None:

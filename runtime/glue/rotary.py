@@ -22,15 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from hilore.runtime.ambient import RunningAs, running
+from hilore.runtime.ambient import running
 from hilore.runtime.codecs.native import NATIVE_DTYPES
 from hilore.runtime.derive import same_bits
 from hilore.runtime.errors import HiloreWarning
 from hilore.runtime.glue.caller import lets_go
 from hilore.runtime.glue.decisions import KNOWN_AT_MOST, transformed
-from hilore.runtime.glue.operators import Recorder
+from hilore.runtime.glue.probing import Recorder, apart
 from hilore.runtime.glue.rotaryops import Strides, plain_rotary, result_strides, rotary, rotary_backward
 
 NAME = "apply_rotary_pos_emb"
@@ -174,8 +173,7 @@ class _Probe:
 
     def agrees(self) -> bool:
         """Whether it is ``plain_rotary``; a HiloreWarning where it is, but not with our bits."""
-        hooks, generators = saved_tensors_hooks(_as_it_is, _as_it_is), torch.random.fork_rng([])
-        with RunningAs(None), torch.enable_grad(), hooks, generators:
+        with apart():
             own = None
             with suppress(Exception):  # of a function that takes no such tensors, or changes them in place
                 own = self._run(lambda *tensors: self._call(*tensors, **self._kwargs))
@@ -212,10 +210,6 @@ def _made_up(shape: tuple[int, ...], dtype: torch.dtype, place: int) -> Tensor:
     values = torch.arange(torch.Size(shape).numel(), device="cpu").mul(1.7 + place / 7).sin().mul(3)
     values[::5] *= 0.0
     return values.to(dtype).reshape(shape)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _tell(call: Callable[..., Any]) -> None:
