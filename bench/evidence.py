@@ -2,7 +2,7 @@
 
 Stages, in order (all by default; each goes on from where it was stopped, and later ones read what earlier ones wrote):
 
-- ``rollouts``: the actor answers two tasks; four files: for calibration, the same task again twice, the other task
+- ``rollouts``: the actor answers two tasks; five files: for calibration, the same task again three times, the other task
 - ``calibrate``: trace and calibration on the first file
 - ``confirm``: the factor of each delta, by measuring its plans on a file of their own (planner/confirm.py)
 - ``solve``: plans at each delta, one set with the rule each, one with the rule joint where calibration allows it
@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tasks", nargs=2, default=("knights_knaves", "chain_sum"), help="calibrated on, and the other"
     )
     parser.add_argument("--calibration-microbatches", type=int, default=32, help="of exposure above 0")
+    parser.add_argument("--confirmation-microbatches", type=int, help="default: as many as calibration's")
     parser.add_argument("--microbatches", type=int, default=64, help="of exposure above 0, held out, per task")
     parser.add_argument("--confidence", type=float, default=0.95)
     parser.add_argument("--fit-passes", type=int, default=5, help="random plans per microbatch in the fit")
@@ -108,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--native", type=int, default=8, help="microbatches in the actor's own dtypes")
     parser.add_argument("--risk-microbatches", type=int, default=15, help="the first is the reference")
     parser.add_argument(
-        "--risk-split", choices=("same", "other", "confirmation"), default="same", help="whose pairs are ranked"
+        "--risk-split", choices=("same", "other", "confirmation", "pairs"), default="same", help="whose pairs are ranked"
     )
     parser.add_argument("--risk-every", type=int, default=2, help="regions: every so many-th, the last among them")
     parser.add_argument("--risk-codecs", nargs="+", default=("int8-g64",))

@@ -20,7 +20,8 @@ from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Trace
 from hilore.planner.tracefile import load_trace
 
-SPLITS = {"calibration": 0, "same": 1, "other": 2, "confirmation": 3}
+# "pairs": of the task that is calibrated on, for a ranking of pairs by scores that were chosen before it was seen.
+SPLITS = {"calibration": 0, "same": 1, "other": 2, "confirmation": 3, "pairs": 4}
 LINE_EVERY_S = 20.0
 
 
@@ -35,8 +36,12 @@ class Setting:
 
     def of_split(self, split: str) -> ModelSpec:
         """With as many microbatches as that split's file is to have."""
-        measured_on = split in ("calibration", "confirmation")
-        count = self.given.calibration_microbatches if measured_on else self.given.microbatches
+        given = self.given
+        of_their_own = {
+            "calibration": given.calibration_microbatches,
+            "confirmation": given.confirmation_microbatches or given.calibration_microbatches,
+        }
+        count = of_their_own.get(split, given.microbatches)
         return replace(self.spec, calibration=replace(self.spec.calibration, microbatches=count))
 
     @property
