@@ -41,6 +41,7 @@ def report(setting: Setting) -> None:
         ("risk", risk_table),
         ("risk-other", risk_table),
         ("risk-confirmation", risk_table),
+        ("risk-pairs", risk_table),
         ("sizes", sizes_table),
         ("refresh", refresh_table),
     ):
