@@ -2,7 +2,7 @@
 
 Stages, in order (all by default; each goes on from where it was stopped, and later ones read what earlier ones wrote):
 
-- ``rollouts``: the actor answers two tasks; five files: for calibration, the same task again three times, the other task
+- ``rollouts``: the actor answers two tasks; five files: for calibration, three more of the same task, the other task
 - ``calibrate``: trace and calibration on the first file
 - ``confirm``: the factor of each delta, by measuring its plans on a file of their own (planner/confirm.py)
 - ``solve``: plans at each delta, one set with the rule each, one with the rule joint where calibration allows it
@@ -109,7 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--native", type=int, default=8, help="microbatches in the actor's own dtypes")
     parser.add_argument("--risk-microbatches", type=int, default=15, help="the first is the reference")
     parser.add_argument(
-        "--risk-split", choices=("same", "other", "confirmation", "pairs"), default="same", help="whose pairs are ranked"
+        "--risk-split",
+        choices=("same", "other", "confirmation", "pairs"),
+        default="same",
+        help="whose pairs are ranked",
     )
     parser.add_argument("--risk-every", type=int, default=2, help="regions: every so many-th, the last among them")
     parser.add_argument("--risk-codecs", nargs="+", default=("int8-g64",))

@@ -9,9 +9,13 @@ from __future__ import annotations
 import base64
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
+
+if sys.platform != "win32":
+    import fcntl
 
 import numpy as np
 
@@ -38,18 +42,15 @@ class CalibrationState:
         if path is None:
             return
         try:
-            good = self._read(path, header) if path.exists() else 0
-        except OSError as error:
-            raise CalibrationStateError(f"{path}: cannot be read: {error.strerror}", path=str(path)) from error
-        try:
-            self._file = path.open("r+" if good else "w", encoding="utf-8", newline="\n")
-            if good:
-                self._file.seek(good)
-                self._file.truncate()
-            else:
-                self._append(header)
+            self._file = path.open("a", encoding="utf-8", newline="\n")
         except OSError as error:
             raise CalibrationStateError(f"{path}: cannot be written: {error.strerror}", path=str(path)) from error
+        try:
+            _claim(self._file, path)
+            self._go_on(path, header)
+        except BaseException:
+            self._file.close()
+            raise
 
     @property
     def measured(self) -> int:
@@ -72,6 +73,17 @@ class CalibrationState:
             self._file = None
         if done and self.path is not None:
             self.path.unlink(missing_ok=True)
+
+    def _go_on(self, path: Path, header: Mapping[str, Any]) -> None:
+        """After the last whole line."""
+        try:
+            good = self._read(path, header)
+            assert self._file is not None
+            self._file.truncate(good)
+            if not good:
+                self._append(header)
+        except OSError as error:
+            raise CalibrationStateError(f"{path}: {error.strerror}", path=str(path)) from error
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if self._file is not None:
@@ -112,6 +124,18 @@ def sketch_from_json(data: Mapping[str, Any]) -> Sketch:
     squares = np.array(data["squares"], dtype=np.float64)
     sums = np.frombuffer(base64.b64decode(data["sums"]), dtype="<f4").astype(np.float32)
     return Sketch(squares, sums.reshape(len(squares), -1))
+
+
+def _claim(file: IO[str], path: Path) -> None:
+    """Two runs that go on from one file would each take what the other measured for an end that was cut short."""
+    if sys.platform == "win32":
+        return  # Has no advisory locks that end with the process.
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CalibrationStateError(
+            f"{path}: another run is measuring for it; let that one end, or stop it, and start again", path=str(path)
+        ) from None
 
 
 def _check_header(path: Path, found: Any, expected: Mapping[str, Any]) -> None:

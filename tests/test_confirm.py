@@ -243,13 +243,26 @@ def test_edited_traces_are_refused(trace: Trace, tmp_path: Path, field: str, val
 def test_a_state_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    with pytest.raises(CalibrationStateError, match="folder: cannot be read"):
+    with pytest.raises(CalibrationStateError, match="folder: cannot be written"):
         CalibrationState(folder, {})
     for line in ("{}", "[]", "7"):
         path = tmp_path / "state"
         path.write_text(json.dumps({"version": STATE_VERSION}) + f"\n{line}\n")
         with pytest.raises(CalibrationStateError, match=":2: not a calibration's state"):
             CalibrationState(path, {})
+
+
+def test_a_state_that_another_run_writes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    first = CalibrationState(path, {})
+    first.put("one", 1)
+    with pytest.raises(CalibrationStateError, match="state: another run is measuring for it; let that one end"):
+        CalibrationState(path, {})
+    first.put("two", 2)
+    first.close(done=False)
+    again = CalibrationState(path, {})
+    assert (again.get("one"), again.get("two"), again.measured) == (1, 2, 2)
+    again.close(done=False)
 
 
 def test_what_is_refused(spec: ModelSpec, trace: Trace, file: Path) -> None:
