@@ -107,7 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=1e-3, help="of the inner epoch before measuring; 0: none")
     parser.add_argument("--inner-microbatches", type=int, default=24, help="that this epoch trains on")
     parser.add_argument("--native", type=int, default=8, help="microbatches in the actor's own dtypes")
-    parser.add_argument("--risk-microbatches", type=int, default=15, help="the first is the reference")
+    parser.add_argument("--risk-microbatches", type=int, default=15)
+    parser.add_argument("--risk-references", type=int, default=8, help="microbatches of calibration that scores know")
     parser.add_argument(
         "--risk-split",
         choices=("same", "other", "confirmation", "pairs"),

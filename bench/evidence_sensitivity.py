@@ -14,13 +14,12 @@ from rich.table import Table
 
 from bench.evidence_policy import spread, train
 from bench.evidence_setting import Setting, say, tell
-from bench.evidence_stages import solved_candidates
-from hilore.planner.actor import Actor, build_actor
+from bench.evidence_stages import exposed_of, solved_candidates
+from hilore.planner.actor import build_actor
 from hilore.planner.calibrate import measurements_of
 from hilore.planner.calibration_bound import Bound, Measurements, bound_errors, cross_fitted, folds_of
 from hilore.planner.calibration_fit import RiskModel, fit
 from hilore.planner.calibration_plans import lossy_units
-from hilore.planner.calibration_sources import is_null, read_microbatches
 from hilore.planner.conformal import Floats, resampled_updates
 from hilore.planner.evidence import coverage, ranking
 from hilore.planner.gradient_error import Instrument
@@ -196,7 +195,7 @@ def refresh(setting: Setting) -> None:
     native = build_actor(setting.spec, device=setting.spec.device.kind, live_adapters=True, seed=given.seed)
     actor = float32_twin(native)
     regions = [region.name for region in trace.buckets[-1].regions]
-    training, held = (_exposed(actor, setting, name) for name in ("calibration", "same"))
+    training, held = (exposed_of(actor, setting, name) for name in ("calibration", "same"))
     held = spread(held, given.refresh_microbatches)
     candidate = next(one for one in solved_candidates(setting, "each") if one.name == "delta 1")
     rows: list[dict[str, float]] = []
@@ -212,11 +211,6 @@ def refresh(setting: Setting) -> None:
             rows.append({"updates": updates, **_at(instrument, held, candidate, trace, first_logps)})
         setting.file("refresh.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     say(refresh_table(rows))
-
-
-def _exposed(actor: Actor, setting: Setting, name: str) -> list[Microbatch]:
-    batches = read_microbatches(actor, setting.file(f"{name}.jsonl"))
-    return [batch for batch in batches if not is_null(actor.spec.loss, batch)]
 
 
 def _at(

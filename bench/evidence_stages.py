@@ -13,7 +13,7 @@ from bench.evidence_policy import copy_trained, moved, spread, until_exposed
 from bench.evidence_setting import SPLITS, Setting, identity_of, say, tell
 from hilore.planner.actor import Actor, build_actor
 from hilore.planner.calibrate import calibrate_trace
-from hilore.planner.calibration_sources import generate_file, is_null
+from hilore.planner.calibration_sources import generate_file, is_null, read_microbatches
 from hilore.planner.calibration_state import CalibrationState
 from hilore.planner.calibration_view import confirmation_parts
 from hilore.planner.confirm import Target, confirm_trace
@@ -38,6 +38,7 @@ from hilore.planner.heldout import (
 )
 from hilore.planner.heldout_native import measure_native, native_errors
 from hilore.planner.heldout_regimes import regime_rows
+from hilore.planner.microbatch import Microbatch
 from hilore.planner.region_errors import measure_regions, rankings
 from hilore.planner.spec import load_spec
 from hilore.planner.stepping import float32_twin
@@ -225,6 +226,12 @@ def both_of(setting: Setting, split: str) -> tuple[dict[str, Any], list[Table]]:
     return data, tables
 
 
+def exposed_of(actor: Actor, setting: Setting, split: str) -> list[Microbatch]:
+    """The microbatches of a split that some gradient can pass, as they were recorded."""
+    found = read_microbatches(actor, setting.file(f"{split}.jsonl"))
+    return [batch for batch in found if not is_null(actor.spec.loss, batch)]
+
+
 def risk(setting: Setting) -> None:
     trace, given = setting.trace, setting.given
     native = build_actor(setting.spec, device=setting.spec.device.kind, live_adapters=True, seed=given.seed)
@@ -232,15 +239,17 @@ def risk(setting: Setting) -> None:
     split = given.risk_split
     batches = moved(setting, native, twin, split)
     chosen = spread([batch for batch in batches if not is_null(twin.spec.loss, batch)], given.risk_microbatches)
-    identity = identity_of(setting, split) | {"microbatches": len(chosen)}
+    references = spread(exposed_of(twin, setting, "calibration"), given.risk_references)
+    identity = identity_of(setting, split) | {"microbatches": len(chosen), "references": len(references)}
     name = "risk" if split == "same" else f"risk-{split}"
     store = CalibrationState(setting.file(f"{name}.state"), identity)
     regions = [region.name for region in trace.buckets[-1].regions]
     found, shape = {}, (0, 0)
     with Instrument(twin, regions, seed=given.seed) as instrument:
         for codec in given.risk_codecs:
-            errors = measure_regions(instrument, trace, chosen, codec, store, tell(), every=given.risk_every)
-            found[codec], shape = rankings(errors, trace), errors.absolute[1:].shape
+            options: dict[str, int] = {"every": given.risk_every, "references": len(references)}
+            errors = measure_regions(instrument, trace, [*references, *chosen], codec, store, tell(), **options)
+            found[codec], shape = rankings(errors, trace), errors.absolute[len(references) :].shape
     store.close(done=False)
     data = {
         "split": split,

@@ -43,8 +43,8 @@ class Strength:
     """How large the gradient is that a loss sends into the regions, and that without one part or another.
 
     ``full``: root of the sum over tokens of (omega g)^2, g the norm of the gradient of the token's log-prob by the last
-    hidden state (gradient_error.py, leverage): exactly the norm of the loss's gradient there. ``without_ratio``: as if
-    no ratio had moved and nothing were clipped; ``without_mask``: every column of the response counted;
+    region's output (gradient_error.py, leverage): exactly the norm of the loss's gradient there. ``without_ratio``: as
+    if no ratio had moved and nothing were clipped; ``without_mask``: every column of the response counted;
     ``without_kl``: no KL term. ``by_probability``: 1 - p in g's place, p the token's own probability, which is how far
     its log-prob moves with its logit; ``without_leverage``: 1 in g's place.
     """
@@ -74,23 +74,27 @@ def exposure_features(loss: Loss, batch: Microbatch, logps: Tensor) -> ExposureF
     )
 
 
-def strength_of(loss: Loss, batch: Microbatch, logps: Tensor, leverage: Tensor) -> Strength:
-    """``logps`` float and ``leverage`` float64 [B, Tr], both of the exact forward."""
+def token_pulls(loss: Loss, batch: Microbatch, logps: Tensor, leverage: Tensor) -> dict[str, Tensor]:
+    """The tokens' own parts of each of Strength's norms, by its field, [B, Tr].
+
+    ``logps`` float and ``leverage`` float64 [B, Tr], both of the exact forward.
+    """
     spec = LossSpec.of(asdict(loss))
     mask, old, reference = batch.completion_mask, batch.old_logps, batch.ref_logps
     omega = token_coefficients(spec, batch.advantages, mask, logps, old, reference)
     by_ratio_one = token_coefficients(spec, batch.advantages, mask, logps, logps, reference)
     everywhere = token_coefficients(spec, batch.advantages, torch.ones_like(mask), logps, old, reference)
     policy = token_coefficients(LossSpec.of(spec, beta=0.0), batch.advantages, mask, logps, old)
-    return Strength(
-        full=_norm(omega * leverage),
-        without_ratio=_norm(by_ratio_one * leverage),
-        without_mask=_norm(everywhere * leverage),
-        without_kl=_norm(policy * leverage),
-        by_probability=_norm(omega * -torch.expm1(logps.double())),
-        without_leverage=_norm(omega),
-    )
+    return {
+        "full": omega * leverage,
+        "without_ratio": by_ratio_one * leverage,
+        "without_mask": everywhere * leverage,
+        "without_kl": policy * leverage,
+        "by_probability": omega * -torch.expm1(logps.double()),
+        "without_leverage": omega,
+    }
 
 
-def _norm(omega: Tensor) -> float:
-    return float(omega.double().square().sum().sqrt())
+def strength_of(pulls: Mapping[str, Tensor]) -> Strength:
+    """Of token_pulls."""
+    return Strength(**{name: float(pull.double().square().sum().sqrt()) for name, pull in pulls.items()})

@@ -19,6 +19,7 @@ from hilore.planner.stepping import trainable
 from hilore.runtime.attach import attach
 from hilore.runtime.errors import HiloreError, HiloreWarning
 from hilore.runtime.exposure import LossSpec, normalised_exposure
+from hilore.runtime.naming import canonical_modules
 from hilore.runtime.plan import Plan
 from hilore.runtime.runtime import Runtime
 
@@ -79,33 +80,32 @@ def backward(actor: Actor, microbatch: Microbatch, *, seed: int) -> Backward:
     return Backward(tuple(found), logps.detach(), exposure, _log_move(microbatch, logps.detach()))
 
 
-def leverage(actor: Actor, microbatch: Microbatch, *, seed: int) -> Tensor:
+def leverage(actor: Actor, microbatch: Microbatch, last_region: str, *, seed: int) -> Tensor:
     """As Instrument.leverage."""
     caught: list[Tensor] = []
 
-    def cut_off(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden, *others = arguments
+    def cut_off(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
         caught.append(hidden.detach().requires_grad_())
-        return (caught[-1], *others)
+        return (caught[-1], *output[1:]) if isinstance(output, tuple) else caught[-1]
 
-    handle = actor.model.get_output_embeddings().register_forward_pre_hook(cut_off)  # type: ignore[operator]
+    handle = canonical_modules(actor.model)[last_region].register_forward_hook(cut_off)
     try:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            # Whatever the loss's own head, which may never call the output layer: the log-probs are the same.
+            # Whatever the loss's own head: the log-probs are the same.
             logps = policy_logps(actor.model, microbatch, "naive")
     finally:
         handle.remove()
-    if len(caught) != 1:
-        raise HiloreError(
-            f"{type(actor.model).__name__}: its forward called the output layer {len(caught)} times, and where a "
-            "token's log-prob is made can be told of one call alone"
-        )
     (gradient,) = torch.autograd.grad(logps.sum(), caught)
-    norms = gradient.double().norm(dim=-1)
+    return at_responses(gradient.double().norm(dim=-1), microbatch)
+
+
+def at_responses(values: Tensor, microbatch: Microbatch) -> Tensor:
+    """Of values [B, T] of all tokens those of the tokens whose logits the loss reads, [B, Tr]."""
     if microbatch.places is not None:
-        return picked(norms, microbatch.places)
-    last: Tensor = norms[:, :-1][:, -microbatch.completion_mask.shape[1] :]
+        return picked(values, microbatch.places)
+    last: Tensor = values[:, :-1][:, -microbatch.completion_mask.shape[1] :]
     return last
 
 
@@ -118,13 +118,14 @@ def _log_move(microbatch: Microbatch, logps: Tensor) -> float:
 class Instrument:
     """Measures plans against the exact gradient of one microbatch at a time, and counts the passes it takes.
 
-    A context manager: the runtime is attached from the first plan on until the end.
+    A context manager: the runtime is attached from the first plan on until the end. ``regions``: their names, in order.
     """
 
     def __init__(self, actor: Actor, regions: Sequence[str], *, seed: int = 0) -> None:
         self.actor = actor
         self.sketcher = Sketcher(actor.model, regions, seed=seed)
         self.passes = 0
+        self._last_region = regions[-1]
         self._seed = seed
         self._runtime: Runtime | None = None
 
@@ -143,14 +144,14 @@ class Instrument:
         return self._backward(microbatch)
 
     def leverage(self, microbatch: Microbatch) -> Tensor:
-        """How far each response token's log-prob moves with its last hidden state: norms of gradients, [B, Tr] float64.
+        """How far each response token's log-prob moves with what the last region gives it: norms of gradients, [B, Tr]
+        float64.
 
-        One forward with all logits at once and their own backward. Raises HiloreError for a model whose forward does
-        not call its output layer once.
+        One forward with all logits at once and the backward of what follows the regions.
         """
         if self._runtime is not None:
             self._runtime.disable()
-        return leverage(self.actor, microbatch, seed=self._seed)
+        return leverage(self.actor, microbatch, self._last_region, seed=self._seed)
 
     def error(self, microbatch: Microbatch, plan: Plan, exact: Backward) -> Sketch:
         """The sketch of what a plan's gradient differs by from ``exact``, the same microbatch's."""

@@ -7,51 +7,54 @@ what a microbatch adds to its update, so that a score has to know the region and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hilore.planner.calibration_plans import LossyUnit, offering
 from hilore.planner.calibration_state import CalibrationState
 from hilore.planner.conformal import Floats
 from hilore.planner.evidence import Ranking, ranking
-from hilore.planner.exposure_features import ExposureFeatures, Strength, exposure_features, strength_of
+from hilore.planner.exposure_features import ExposureFeatures, Strength, exposure_features, strength_of, token_pulls
 from hilore.planner.gradient_error import Backward, Instrument
 from hilore.planner.handmade import handmade_plan
 from hilore.planner.heldout import expected_by
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.prior import LAST_LAYER_SHARE
+from hilore.planner.region_watch import REPLAY, Coupled, watched_units
 from hilore.planner.trace import Trace, UnitTrace
-from hilore.runtime.codecs import get_codec
-from hilore.runtime.naming import canonical_modules
 from hilore.runtime.plan import Plan
 
 Progress = Callable[[str, int, int], None]
 
 FULL = "full score"
+AT_REPLAY = "at the region's replay"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionErrors:
-    """The first microbatch is the reference of sensitivities that know one microbatch alone; it is in no ranking.
+    """The first ``references`` microbatches say what coupling goes with what error; they are in no ranking. The very
+    first is also the reference of sensitivities that know one microbatch alone.
 
     ``places``: in the bucket, of the regions measured. ``absolute``: norm of the error, [microbatches, regions].
     ``encoded``: relative error of each region's units by the codec itself, root of the sum of squares, same shape.
-    ``norm_shift``: root of the sum of squared changes of the parameters' gradient norms on the reference, [regions].
+    ``norm_shift``: root of the sum of squared changes of the parameters' gradient norms on the first, [regions].
+    ``gradient2``: square of the norm of the exact gradient, [microbatches].
     """
 
     codec: str
+    references: int
     places: tuple[int, ...]
     absolute: Floats
     encoded: Floats
     norm_shift: Floats
+    gradient2: Floats
     features: tuple[ExposureFeatures, ...]
     strengths: tuple[Strength, ...]
+    coupled: tuple[Coupled, ...]
 
 
 def measure_regions(
@@ -63,35 +66,31 @@ def measure_regions(
     tell: Progress,
     *,
     every: int = 1,
+    references: int = 1,
 ) -> RegionErrors:
-    """One pass per region and microbatch, and an exact one per microbatch. ``every``: measure the last region and, from
-    there towards the first, every so many-th."""
-    bucket = trace.buckets[-1]
-    places = tuple(range(len(bucket.regions) - 1, -1, -every))[::-1]
-    loss = instrument.actor.spec.loss
-    absolute, encoded, features, strengths, shifts = [], [], [], [], []
+    """One pass per region and microbatch, and an exact one per microbatch.
+
+    ``every``: measure the last region and, from there towards the first, every so many-th.
+    """
+    regions = trace.buckets[-1].regions
+    places = tuple(range(len(regions) - 1, -1, -every))[::-1]
+    absolute: list[list[float]] = []
+    shifts: list[float] = []
+    known = []
     for place, batch in enumerate(batches):
         exact: Backward | None = None
         found = store.get(f"{codec}-exact-{place}")
         if found is None:
-            with watched_units(instrument.actor.model, trace, codec) as watch:
-                exact = instrument.exact(batch)
-            seen = {
-                "features": exposure_features(loss, batch, exact.logps).as_json(),
-                "strength": asdict(strength_of(loss, batch, exact.logps, instrument.leverage(batch))),
-                "encoded": watch.per_region(),
-            }
+            exact, seen = _exact(instrument, trace, batch, codec)
             found = store.put(f"{codec}-exact-{place}", seen)
-        features.append(ExposureFeatures.from_json(found["features"]))
-        strengths.append(Strength(**found["strength"]))
-        encoded.append([found["encoded"][column] for column in places])
+        known.append(found)
         row = []
         for turn, column in enumerate(places):
             tell(f"regions, {codec}", place * len(places) + turn, len(batches) * len(places))
             error = store.get(f"{codec}-{place}-{column}")
             if error is None:
                 exact = exact or instrument.exact(batch)
-                under = instrument.under(batch, region_plan(trace, bucket.regions[column].name, codec))
+                under = instrument.under(batch, region_plan(trace, regions[column].name, codec))
                 error = {"norm": math.sqrt(_square(under.distance(exact))), "shift": _norm_shift(under, exact)}
                 store.put(f"{codec}-{place}-{column}", error)
             row.append(error["norm"])
@@ -99,8 +98,32 @@ def measure_regions(
                 shifts.append(error["shift"])
         absolute.append(row)
     return RegionErrors(
-        codec, places, np.array(absolute), np.array(encoded), np.array(shifts), tuple(features), tuple(strengths)
+        codec=codec,
+        references=references,
+        places=places,
+        absolute=np.array(absolute),
+        encoded=np.array([[one["encoded"][column] for column in places] for one in known]),
+        norm_shift=np.array(shifts),
+        gradient2=np.array([one["gradient2"] for one in known]),
+        features=tuple(ExposureFeatures.from_json(one["features"]) for one in known),
+        strengths=tuple(Strength(**one["strength"]) for one in known),
+        coupled=tuple(one["coupled"] for one in known),
     )
+
+
+def _exact(instrument: Instrument, trace: Trace, batch: Microbatch, codec: str) -> tuple[Backward, dict[str, Any]]:
+    """The exact run, and as JSON values what it tells."""
+    loss = instrument.actor.spec.loss
+    with watched_units(instrument.actor.model, trace, codec) as watch:
+        exact = instrument.exact(batch)
+    pulls = token_pulls(loss, batch, exact.logps, instrument.leverage(batch))
+    return exact, {
+        "features": exposure_features(loss, batch, exact.logps).as_json(),
+        "strength": asdict(strength_of(pulls)),
+        "encoded": watch.per_region(),
+        "coupled": watch.coupled(batch, pulls),
+        "gradient2": _square(exact.gradients),
+    }
 
 
 def region_plan(trace: Trace, region: str, codec: str) -> Plan:
@@ -118,22 +141,23 @@ def region_plan(trace: Trace, region: str, codec: str) -> Plan:
 
 
 def rankings(found: RegionErrors, trace: Trace) -> dict[str, Ranking]:
-    """How each score ranks all pairs of region and microbatch (without the reference) by absolute error."""
-    measured = found.absolute[1:].ravel()
-    return {name: ranking(score[1:].ravel(), measured) for name, score in scores(found, trace).items()}
+    """How each score ranks all pairs of region and microbatch (without the references) by absolute error."""
+    first = found.references
+    measured = found.absolute[first:].ravel()
+    return {name: ranking(score[first:].ravel(), measured) for name, score in scores(found, trace).items()}
 
 
 def scores(found: RegionErrors, trace: Trace) -> dict[str, Floats]:
     """Every score, [microbatches, regions].
 
-    The full score: what the region costs by calibration (susceptibility), times how much worse than on the reference
-    the codec does on this microbatch's values (activation weighting), times the norm of the gradient that the loss
-    sends into the regions (Strength.full), which is there before the first region's backward. Sensitivities in
-    the style of ALAM (GradNormVar of Woo et al., ICLR 2024) and GACT (Liu et al., ICML 2022) are those of the reference
-    microbatch, which knows no exposure.
+    The full score, known before the first region's backward: what each unit of the region costs by calibration
+    (susceptibility), as its coupling is to that of the references: the sum over tokens of what the loss sends the
+    token out of the last region (squared) times the codec's error on the token (squared, activation weighting).
+    ``at the region's replay`` has what the loss sends the token out of that very region, which is known no sooner.
+    Where ``measured`` is said, a region's susceptibility is what it alone at L cost the references.
+    Sensitivities in the style of ALAM (GradNormVar of Woo et al., ICLR 2024) and GACT (Liu et al., ICML 2022) are
+    those of the first microbatch, which knows no exposure.
     """
-    susceptibility = _susceptibility(found, trace)
-    activation = found.encoded / np.where(found.encoded[:1] > 0, found.encoded[:1], 1.0)
     shape = found.absolute.shape
 
     def by_batch(values: Sequence[float]) -> Floats:
@@ -143,20 +167,26 @@ def scores(found: RegionErrors, trace: Trace) -> dict[str, Floats]:
         return np.broadcast_to(values[None, :], shape)
 
     of, pulls = found.features, found.strengths
+    kappa2 = _kappa2(found, trace)
+    susceptibility = np.array([[math.sqrt(sum(units.values())) for units in kappa2]])
+    alike = [dict.fromkeys(units, 1.0) for units in kappa2]
     strength = by_batch([each.full for each in pulls])
-    alone = susceptibility * activation
+    full = _coupled(found, trace, "full", kappa2)
+    replay = _coupled(found, trace, REPLAY, kappa2)
     static = by_region(_static(len(trace.buckets[-1].regions))[list(found.places)])
     return {
-        FULL: alone * strength,
-        "without ratio and clipping": alone * by_batch([each.without_ratio for each in pulls]),
-        "without mask": alone * by_batch([each.without_mask for each in pulls]),
-        "without KL": alone * by_batch([each.without_kl for each in pulls]),
-        "1 - p for the head's leverage": alone * by_batch([each.by_probability for each in pulls]),
-        "without the head's leverage": alone * by_batch([each.without_leverage for each in pulls]),
+        FULL: full,
+        "susceptibility measured": _measured(found, full),
+        AT_REPLAY: replay,
+        f"{AT_REPLAY}, susceptibility measured": _measured(found, replay),
+        "without ratio and clipping": _coupled(found, trace, "without_ratio", kappa2),
+        "without mask": _coupled(found, trace, "without_mask", kappa2),
+        "without KL": _coupled(found, trace, "without_kl", kappa2),
+        "1 - p for the head's leverage": _coupled(found, trace, "by_probability", kappa2),
+        "without the head's leverage": _coupled(found, trace, "without_leverage", kappa2),
         "without activation weighting": susceptibility * strength,
-        "without susceptibility": activation * strength,
-        "mean |omega| for its root mean square": alone
-        * by_batch([_by_mean(*each) for each in zip(of, pulls, strict=True)]),
+        "without susceptibility": _coupled(found, trace, "full", alike),
+        "mean |omega| for its root mean square": full * by_batch([_mean_over_root(each) for each in of]),
         "advantage only": by_batch([each.mean_advantage for each in of]) + 0 * static,
         "ALAM-style sensitivity": by_region(found.norm_shift),
         "GACT-style sensitivity": by_region(found.absolute[0]),
@@ -165,68 +195,42 @@ def scores(found: RegionErrors, trace: Trace) -> dict[str, Floats]:
     }
 
 
-@contextmanager
-def watched_units(model: nn.Module, trace: Trace, codec: str) -> Iterator[UnitWatch]:
-    """In a forward inside, every unit that offers the codec is put through it and compared."""
-    watch = UnitWatch(trace, codec)
-    modules = canonical_modules(model)
-    handles = []
-    try:
-        for region, unit, feeds in watch.units():
-            # Attention is no module: what it gives is what the output projection gets.
-            named = modules.get(f"{region}.{unit}")
-            if named is not None:
-                handles.append(named.register_forward_hook(watch.output_of(region)))
-            elif feeds and f"{region}.{feeds[0]}" in modules:
-                handles.append(modules[f"{region}.{feeds[0]}"].register_forward_pre_hook(watch.input_of(region)))
-        yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
+def _coupled(found: RegionErrors, trace: Trace, weights: str, kappa2: Sequence[Mapping[str, float]]) -> Floats:
+    """Root of the sum over a region's units of kappa2 times the unit's coupling, in units of what coupling the
+    references have for a gradient of norm 1; [microbatches, regions]."""
+    regions, first = trace.buckets[-1].regions, found.references
+    result = np.zeros(found.absolute.shape)
+    for column, (place, costs) in enumerate(zip(found.places, kappa2, strict=True)):
+        for unit, cost in costs.items():
+            sums = np.array([one[weights][regions[place].name][unit] for one in found.coupled])
+            known = found.gradient2[:first] > 0
+            usual = float((sums[:first][known] / found.gradient2[:first][known]).mean()) if known.any() else 0.0
+            if usual:
+                result[:, column] += cost * sums / usual
+    root: Floats = np.sqrt(result)
+    return root
 
 
-class UnitWatch:
-    def __init__(self, trace: Trace, codec: str) -> None:
-        self._bucket = trace.buckets[-1]
-        self._name = codec
-        self._codec = get_codec(codec)
-        self._squares = {region.name: 0.0 for region in self._bucket.regions}
-
-    def units(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-        """Region, unit and what the unit feeds, of every unit that offers the codec."""
-        for region in self._bucket.regions:
-            for unit in offering(self._bucket.classes[region.class_index]):
-                if self._name in {cost.codec for cost in unit.codecs}:
-                    yield region.name, unit.name, unit.feeds
-
-    def output_of(self, region: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        return lambda _module, _args, output: self._add(region, output)
-
-    def input_of(self, region: str) -> Callable[[nn.Module, Any], None]:
-        return lambda _module, args: self._add(region, args[0])
-
-    def per_region(self) -> list[float]:
-        return [math.sqrt(square) for square in self._squares.values()]
-
-    def _add(self, region: str, values: Tensor) -> None:
-        with torch.no_grad():
-            exact = values.detach()
-            whole = float(exact.double().square().sum())
-            if whole:
-                decoded = self._codec.decode(self._codec.encode(exact))
-                self._squares[region] += float((decoded - exact).double().square().sum()) / whole
+def _measured(found: RegionErrors, score: Floats) -> Floats:
+    """The score with each region's susceptibility such that on the references squares are right on average."""
+    measured2, score2 = found.absolute[: found.references] ** 2, score[: found.references] ** 2
+    known = score2.sum(axis=0) > 0
+    factor2 = np.divide(measured2.sum(axis=0), score2.sum(axis=0), out=np.ones(score.shape[1]), where=known)
+    result: Floats = score * np.sqrt(factor2)
+    return result
 
 
-def _susceptibility(found: RegionErrors, trace: Trace) -> Floats:
-    """Relative error that the calibration gives a region whose units are all at L, [1, regions]."""
+def _kappa2(found: RegionErrors, trace: Trace) -> list[dict[str, float]]:
+    """Of each measured region, by unit: the square of the relative error of an update that calibration gives it."""
     expected, bucket = expected_by(trace), trace.buckets[-1]
-    result = []
-    for place in found.places:
-        units = offering(bucket.classes[bucket.regions[place].class_index])
-        result.append(
-            math.sqrt(sum(expected(LossyUnit(place, unit.name, unit.kind, found.codec, ())) for unit in units))
-        )
-    return np.array([result], dtype=np.float64)
+    return [
+        {
+            unit.name: expected(LossyUnit(place, unit.name, unit.kind, found.codec, ()))
+            for unit in offering(bucket.classes[bucket.regions[place].class_index])
+            if found.codec in {cost.codec for cost in unit.codecs}
+        }
+        for place in found.places
+    ]
 
 
 def _static(regions: int) -> Floats:
@@ -237,8 +241,8 @@ def _static(regions: int) -> Floats:
     return root
 
 
-def _by_mean(features: ExposureFeatures, strength: Strength) -> float:
-    return strength.full * features.mean_omega / features.psi if features.psi else 0.0
+def _mean_over_root(features: ExposureFeatures) -> float:
+    return features.mean_omega / features.psi if features.psi else 0.0
 
 
 def _square(tensors: Sequence[Tensor]) -> float:

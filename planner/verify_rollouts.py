@@ -43,6 +43,8 @@ Progress = Callable[[str, int, int], None]
 
 VERIFICATION_FAILED = 6
 RANDOM_PLANS = 2
+# One in so many microbatches whose regions are run alone tells scores what is usual, and is not ranked.
+REFERENCES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def verify_rollouts(
     """Updates composed of the file's microbatches (the first ``microbatches`` of them), float32 compute.
 
     ``plans``: one set; those of its longest bucket are measured. ``risk_microbatches``: so many microbatches also run
-    with each region alone at L, one codec at a time, to rank the risk scores; the first is their reference.
+    with each region alone at L, one codec at a time, to rank the risk scores; the first quarter are their references.
     Raises HiloreError where the trace has no risk for what the plans encode, RolloutFileError.
     """
     tell = progress or (lambda _label, _done, _total: None)
@@ -101,7 +103,8 @@ def verify_rollouts(
         if risk_microbatches > 1:
             for codec in codecs_of(trace.buckets[-1]):
                 some = exposed[:risk_microbatches]
-                errors = measure_regions(instrument, trace, some, codec, CalibrationState(None, {}), tell)
+                store, references = CalibrationState(None, {}), max(1, len(some) // REFERENCES)
+                errors = measure_regions(instrument, trace, some, codec, store, tell, references=references)
                 ranked[codec] = rankings(errors, trace)
     accumulation = spec.batch.accumulation
     rows = evidence(held_out, trace, accumulation=accumulation, updates=updates, seed=seed + 1)

@@ -23,7 +23,7 @@ from hilore.planner.evidence_view import (
     rankings_table,
     regimes_table,
 )
-from hilore.planner.exposure_features import exposure_features, strength_of
+from hilore.planner.exposure_features import exposure_features, strength_of, token_pulls
 from hilore.planner.gradient_error import Instrument, backward
 from hilore.planner.head import policy_logps
 from hilore.planner.heldout import (
@@ -40,13 +40,16 @@ from hilore.planner.heldout_audit import audited
 from hilore.planner.heldout_native import measure_native, native_errors
 from hilore.planner.heldout_regimes import regime_rows
 from hilore.planner.microbatch import Microbatch
-from hilore.planner.region_errors import FULL, measure_regions, rankings, region_plan, scores, watched_units
+from hilore.planner.region_errors import AT_REPLAY, FULL, measure_regions, rankings, region_plan, scores
+from hilore.planner.region_watch import REPLAY, watched_units
 from hilore.planner.rollouts import write_rollouts
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Trace
 from hilore.planner.updates import Composer
 from hilore.runtime.audit import LEAST_AUDITS
+from hilore.runtime.codecs import get_codec
 from hilore.runtime.exposure import token_coefficients
+from hilore.runtime.naming import canonical_modules
 from hilore.runtime.plan import Regime
 from tests.calibration_fixtures import rollouts, tiny_calibrated
 
@@ -267,18 +270,64 @@ def test_watching_units_changes_nothing(instrument: Instrument, trace: Trace, ba
     assert all(torch.equal(a, b) for a, b in zip(plain.gradients, watched.gradients, strict=True))
 
 
-def norm_at_the_head(actor: Actor, batch: Microbatch) -> float:
-    """Of the loss's gradient by the last hidden states, by autograd."""
+def into_the_regions(actor: Actor, batch: Microbatch, region: str = "model.layers.1") -> torch.Tensor:
+    """The loss's gradient by what a region gives, [B, T, d], by autograd."""
     seen: list[torch.Tensor] = []
 
-    def watch(_module: object, arguments: tuple[torch.Tensor, ...]) -> None:
-        arguments[0].register_hook(seen.append)
+    def watch(_module: object, _arguments: object, output: torch.Tensor) -> None:
+        output.register_hook(seen.append)
 
-    handle = actor.model.get_output_embeddings().register_forward_pre_hook(watch)  # type: ignore[operator]
+    handle = canonical_modules(actor.model)[region].register_forward_hook(watch)
     policy_loss(actor, batch).backward()  # type: ignore[no-untyped-call]
     handle.remove()
     actor.model.zero_grad(set_to_none=True)
-    return float(torch.cat([part.double().flatten() for part in seen]).norm())
+    return seen[0].double()
+
+
+def test_couplings_are_sums_over_tokens(
+    instrument: Instrument, trace: Trace, batches: tuple[Microbatch, ...], spec: ModelSpec
+) -> None:
+    batch = next(batch for batch in batches if bool(batch.advantages.any()))
+    outputs: dict[str, torch.Tensor] = {}
+    module = canonical_modules(instrument.actor.model)["model.layers.0.mlp.up_proj"]
+    with watched_units(instrument.actor.model, trace, CODEC) as watch:
+        handle = module.register_forward_hook(lambda _module, _args, output: outputs.update(up=output.detach()))
+        exact = instrument.exact(batch)
+        handle.remove()
+    pulls = token_pulls(spec.loss, batch, exact.logps, instrument.leverage(batch))
+    found = watch.coupled(batch, pulls)
+    assert set(found) == {*pulls, REPLAY}
+    codec = get_codec(CODEC)
+    errors = (codec.decode(codec.encode(outputs["up"])) - outputs["up"]).double().square().sum(-1)
+    columns = batch.completion_mask.shape[1]
+    by_hand = float((pulls["full"].square() * errors[:, -columns - 1 : -1]).sum())
+    assert found["full"]["model.layers.0"]["mlp.up_proj"] == pytest.approx(by_hand, rel=1e-6)
+    for region in ("model.layers.0", "model.layers.1"):
+        assert set(found["full"][region]) == set(found[REPLAY][region]) == {unit for _, unit, _ in watch.units()}
+    own = into_the_regions(instrument.actor, batch, "model.layers.0").square().sum(-1)
+    accumulated = spec.batch.accumulation**2
+    known = float((own * errors).sum())
+    assert found[REPLAY]["model.layers.0"]["mlp.up_proj"] in (
+        pytest.approx(known, rel=1e-4),
+        pytest.approx(known * accumulated, rel=1e-4),
+    )
+
+
+def test_references_say_what_coupling_is_usual(
+    instrument: Instrument, trace: Trace, batches: tuple[Microbatch, ...]
+) -> None:
+    exposed = [batch for batch in batches if bool(batch.advantages.any())]
+    found = measure_regions(instrument, trace, exposed, CODEC, CalibrationState(None, {}), silent, references=3)
+    assert np.isfinite(found.absolute).all()
+    expected = expected_by(trace)
+    units = [lossy_units(trace.buckets[-1], region_plan(trace, f"model.layers.{n}", CODEC).regions) for n in (0, 1)]
+    for name in (FULL, AT_REPLAY, "without the head's leverage"):
+        relative2 = scores(found, trace)[name][:3] ** 2 / found.gradient2[:3, None]
+        assert relative2.mean(0) == pytest.approx([sum(map(expected, each)) for each in units])
+    for name in ("susceptibility measured", f"{AT_REPLAY}, susceptibility measured"):
+        score2 = scores(found, trace)[name][:3] ** 2
+        assert score2.sum(0) == pytest.approx((found.absolute[:3] ** 2).sum(0))
+    assert all(math.isfinite(one.spearman) for one in rankings(found, trace).values())
 
 
 def test_features_of_a_later_inner_epoch(spec: ModelSpec, batches: tuple[Microbatch, ...]) -> None:
@@ -286,22 +335,23 @@ def test_features_of_a_later_inner_epoch(spec: ModelSpec, batches: tuple[Microba
     batch = next(batch for batch in batches if bool(batch.advantages.any()))
     with torch.no_grad():
         logps = policy_logps(actor.model, batch, "naive")
-    with Instrument(actor, ["model.layers.0"]) as instrument:
+    regions = ["model.layers.0", "model.layers.1"]
+    with Instrument(actor, regions) as instrument:
         pull = instrument.leverage(batch)
     by_trl = replace(actor, spec=replace(spec, loss=replace(spec.loss, head="trl")))
-    assert torch.equal(Instrument(by_trl, ["model.layers.0"]).leverage(batch), pull)
+    assert torch.equal(Instrument(by_trl, regions).leverage(batch), pull)
     assert exposure_features(spec.loss, batch, logps).clipped == 0
-    fresh = strength_of(spec.loss, batch, logps, pull)
+    fresh = strength_of(token_pulls(spec.loss, batch, logps, pull))
     assert fresh.full == pytest.approx(fresh.without_ratio)
     later = replace(batch, old_logps=logps - torch.linspace(-0.5, 0.5, logps.shape[1]))
     found = exposure_features(spec.loss, later, logps)
     assert 0 < found.clipped < 1
-    moved = strength_of(spec.loss, later, logps, pull)
+    moved = strength_of(token_pulls(spec.loss, later, logps, pull))
     assert moved.full != moved.without_ratio == pytest.approx(fresh.full)
     omega = token_coefficients("grpo", batch.advantages, batch.completion_mask, logps, later.old_logps)
     assert moved.without_leverage == pytest.approx(float(omega.norm()))
     assert moved.by_probability == pytest.approx(float((omega * (1 - logps.exp())).norm()), rel=1e-5)
-    assert moved.full == pytest.approx(norm_at_the_head(actor, later) * spec.batch.accumulation, rel=1e-4)
+    assert moved.full == pytest.approx(float(into_the_regions(actor, later).norm()) * spec.batch.accumulation, rel=1e-4)
     # The instrument's own gradient is that of the loss of training.
     exact = backward(actor, later, seed=0)
     actor.model.zero_grad(set_to_none=True)
