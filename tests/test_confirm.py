@@ -243,7 +243,7 @@ def test_edited_traces_are_refused(trace: Trace, tmp_path: Path, field: str, val
 def test_a_state_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    with pytest.raises(CalibrationStateError, match="folder: cannot be read"):
+    with pytest.raises(CalibrationStateError, match="folder: cannot be written"):
         CalibrationState(folder, {})
     for line in ("{}", "[]", "7"):
         path = tmp_path / "state"
