@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hilore.planner.exposure_features import ExposureFeatures, Strength
+from hilore.planner.exposure_features import ExposureFeatures
 from hilore.planner.spec_types import ModelSpec
 from hilore.planner.trace import Trace
 from hilore.planner.tracefile import load_trace
@@ -60,7 +60,7 @@ def identity_of(setting: Setting, split: str) -> dict[str, Any]:
         "inner_microbatches": given.inner_microbatches,
         "seed": given.seed,
         "threads": torch.get_num_threads(),
-        "features": [each.name for each in (*fields(ExposureFeatures), *fields(Strength))],
+        "features": [each.name for each in fields(ExposureFeatures)],
     }
 
 

@@ -10,7 +10,9 @@ import base64
 import json
 import os
 import sys
+import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +22,7 @@ if sys.platform != "win32":
 import numpy as np
 
 from hilore.planner.sketch import Sketch
-from hilore.runtime.errors import HiloreError
+from hilore.runtime.errors import HiloreError, HiloreWarning
 
 STATE_VERSION = 1
 SUFFIX = ".calibration"
@@ -41,16 +43,24 @@ class CalibrationState:
         header = {"version": STATE_VERSION, **identity}
         if path is None:
             return
-        try:
-            self._file = path.open("a", encoding="utf-8", newline="\n")
-        except OSError as error:
-            raise CalibrationStateError(f"{path}: cannot be written: {error.strerror}", path=str(path)) from error
-        try:
-            _claim(self._file, path)
-            self._go_on(path, header)
-        except BaseException:
-            self._file.close()
-            raise
+        with ExitStack() as opened:
+            try:
+                file = opened.enter_context(path.open("a", encoding="utf-8", newline="\n"))
+            except OSError as error:
+                raise _unusable(path, "written", error) from error
+            _claim(file, path)
+            try:
+                good = self._read(path, header)
+            except OSError as error:
+                raise _unusable(path, "read", error) from error
+            self._file = file
+            try:
+                file.truncate(good)
+                if not good:
+                    self._append(header)
+            except OSError as error:
+                raise _unusable(path, "written", error) from error
+            opened.pop_all()
 
     @property
     def measured(self) -> int:
@@ -73,17 +83,6 @@ class CalibrationState:
             self._file = None
         if done and self.path is not None:
             self.path.unlink(missing_ok=True)
-
-    def _go_on(self, path: Path, header: Mapping[str, Any]) -> None:
-        """After the last whole line."""
-        try:
-            good = self._read(path, header)
-            assert self._file is not None
-            self._file.truncate(good)
-            if not good:
-                self._append(header)
-        except OSError as error:
-            raise CalibrationStateError(f"{path}: {error.strerror}", path=str(path)) from error
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if self._file is not None:
@@ -126,6 +125,10 @@ def sketch_from_json(data: Mapping[str, Any]) -> Sketch:
     return Sketch(squares, sums.reshape(len(squares), -1))
 
 
+def _unusable(path: Path, how: str, error: OSError) -> CalibrationStateError:
+    return CalibrationStateError(f"{path}: cannot be {how}: {error.strerror}", path=str(path))
+
+
 def _claim(file: IO[str], path: Path) -> None:
     """Two runs that go on from one file would each take what the other measured for an end that was cut short."""
     if sys.platform == "win32":
@@ -136,6 +139,12 @@ def _claim(file: IO[str], path: Path) -> None:
         raise CalibrationStateError(
             f"{path}: another run is measuring for it; let that one end, or stop it, and start again", path=str(path)
         ) from None
+    except OSError as error:
+        warnings.warn(
+            f"{path}: cannot be locked ({error.strerror}); see to it that no other run measures for it",
+            HiloreWarning,
+            stacklevel=2,
+        )
 
 
 def _check_header(path: Path, found: Any, expected: Mapping[str, Any]) -> None:

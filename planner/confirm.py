@@ -58,6 +58,8 @@ AIM = 0.96
 NEAR = 1.04
 # Plans jump: no factor is tried that is less than so much of one that was measured.
 LEAST_STEP = 0.5
+# Factors in a row that give the same plans, within delta, after the first: then their risk is not what holds them back.
+ALIKE = 3
 
 
 class ConfirmationError(HiloreError):
@@ -174,7 +176,8 @@ def find_factor(solve: Solve, measure: Measure, interaction: float) -> tuple[Tri
         plans = solve(following)
         same = next((trial for trial in trials if _digests(trial.plans) == _digests(plans)), None)
         trials.append(Trial(following, measure(plans) if same is None else same.bound, plans))
-        kept = same is not None and same.bound <= 1
+        # Nothing lies between two factors that give the same plans, if a smaller one has been seen to break delta.
+        kept = same is not None and same.bound <= 1 and any(trial.bound > 1 for trial in trials)
         following = None if kept else _following(trials)
     return tuple(trials)
 
@@ -198,7 +201,9 @@ def _following(trials: Sequence[Trial]) -> float | None:
         return None
     broken = [trial.interaction for trial in trials if trial.bound > 1 and trial.interaction < best.interaction]
     if not broken:
-        return best.interaction * max(best.bound / AIM, LEAST_STEP)
+        # From the smallest factor that gave these plans, in larger steps the longer they stay the same.
+        same = [trial.interaction for trial in trials if _digests(trial.plans) == _digests(best.plans)]
+        return None if len(same) > ALIKE else min(same) * max(best.bound / AIM, LEAST_STEP) ** len(same)
     limit = max(broken)
     return None if best.interaction < NEAR * limit else math.sqrt(best.interaction * limit)
 

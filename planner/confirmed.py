@@ -40,5 +40,6 @@ def with_measured(
         return tuple(plans), (OTHER_PLANS,)
     error = MeasuredError(confirmed.error, confirmed.confidence, confirmed.microbatches)
     return tuple(
-        replace(plan, measured=error, confidence=confirmed.confidence) if plan in measured else plan for plan in plans
+        replace(plan, measured=error, confidence=confirmed.confidence) if plan.length_bucket == largest_bucket else plan
+        for plan in plans
     ), ()

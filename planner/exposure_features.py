@@ -1,4 +1,4 @@
-"""What is known of a microbatch's loss once its log-probs are: its exposure, and how strongly it pulls on regions."""
+"""What is known of a microbatch's loss once its log-probs are: its exposure, and how it pulls on regions."""
 
 from __future__ import annotations
 
@@ -38,25 +38,6 @@ class ExposureFeatures:
         return cls(**data)
 
 
-@dataclass(frozen=True, slots=True)
-class Strength:
-    """How large the gradient is that a loss sends into the regions, and that without one part or another.
-
-    ``full``: root of the sum over tokens of (omega g)^2, g the norm of the gradient of the token's log-prob by the last
-    region's output (gradient_error.py, leverage): exactly the norm of the loss's gradient there. ``without_ratio``: as
-    if no ratio had moved and nothing were clipped; ``without_mask``: every column of the response counted;
-    ``without_kl``: no KL term. ``by_probability``: 1 - p in g's place, p the token's own probability, which is how far
-    its log-prob moves with its logit; ``without_leverage``: 1 in g's place.
-    """
-
-    full: float
-    without_ratio: float
-    without_mask: float
-    without_kl: float
-    by_probability: float
-    without_leverage: float
-
-
 def exposure_features(loss: Loss, batch: Microbatch, logps: Tensor) -> ExposureFeatures:
     """``logps``: float [B, Tr], of the exact forward."""
     spec = LossSpec.of(asdict(loss))
@@ -75,9 +56,15 @@ def exposure_features(loss: Loss, batch: Microbatch, logps: Tensor) -> ExposureF
 
 
 def token_pulls(loss: Loss, batch: Microbatch, logps: Tensor, leverage: Tensor) -> dict[str, Tensor]:
-    """The tokens' own parts of each of Strength's norms, by its field, [B, Tr].
+    """How large the gradient is that a loss sends each token of the response, and that without one part or another.
 
-    ``logps`` float and ``leverage`` float64 [B, Tr], both of the exact forward.
+    ``logps`` float and ``leverage`` float64 [B, Tr], both of the exact forward. By name, [B, Tr]:
+
+    ``full``: omega g, g the norm of the gradient of the token's log-prob by the last region's output
+    (gradient_error.py, leverage): exactly the norm of the loss's gradient there. ``without_ratio``: as if no ratio had
+    moved and nothing were clipped; ``without_mask``: every column of the response counted; ``without_kl``: no KL term.
+    ``by_probability``: 1 - p in g's place, p the token's own probability, which is how far its log-prob moves with its
+    logit; ``without_leverage``: 1 in g's place.
     """
     spec = LossSpec.of(asdict(loss))
     mask, old, reference = batch.completion_mask, batch.old_logps, batch.ref_logps
@@ -93,8 +80,3 @@ def token_pulls(loss: Loss, batch: Microbatch, logps: Tensor, leverage: Tensor) 
         "by_probability": omega * -torch.expm1(logps.double()),
         "without_leverage": omega,
     }
-
-
-def strength_of(pulls: Mapping[str, Tensor]) -> Strength:
-    """Of token_pulls."""
-    return Strength(**{name: float(pull.double().square().sum().sqrt()) for name, pull in pulls.items()})

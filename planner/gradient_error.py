@@ -85,8 +85,7 @@ def leverage(actor: Actor, microbatch: Microbatch, last_region: str, *, seed: in
     caught: list[Tensor] = []
 
     def cut_off(_module: nn.Module, _arguments: Any, output: Any) -> Any:
-        hidden = output[0] if isinstance(output, tuple) else output
-        caught.append(hidden.detach().requires_grad_())
+        caught.append(hidden_of(output).detach().requires_grad_())
         return (caught[-1], *output[1:]) if isinstance(output, tuple) else caught[-1]
 
     handle = canonical_modules(actor.model)[last_region].register_forward_hook(cut_off)
@@ -97,8 +96,19 @@ def leverage(actor: Actor, microbatch: Microbatch, last_region: str, *, seed: in
             logps = policy_logps(actor.model, microbatch, "naive")
     finally:
         handle.remove()
+    if len(caught) != 1:
+        raise HiloreError(
+            f"{type(actor.model).__name__}: its forward ran {last_region} {len(caught)} times; what moves a token's "
+            "log-prob can be told of one run alone"
+        )
     (gradient,) = torch.autograd.grad(logps.sum(), caught)
     return at_responses(gradient.double().norm(dim=-1), microbatch)
+
+
+def hidden_of(output: Any) -> Tensor:
+    """Of what a region returns the hidden states, [B, T, d]."""
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
 
 
 def at_responses(values: Tensor, microbatch: Microbatch) -> Tensor:
@@ -147,7 +157,8 @@ class Instrument:
         """How far each response token's log-prob moves with what the last region gives it: norms of gradients, [B, Tr]
         float64.
 
-        One forward with all logits at once and the backward of what follows the regions.
+        One forward with all logits at once and the backward of what follows the regions. Raises HiloreError for a
+        model whose forward does not run its last region once.
         """
         if self._runtime is not None:
             self._runtime.disable()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from hilore.planner.calibration_plans import LossyUnit, offering
 from hilore.planner.calibration_state import CalibrationState
 from hilore.planner.conformal import Floats
 from hilore.planner.evidence import Ranking, ranking
-from hilore.planner.exposure_features import ExposureFeatures, Strength, exposure_features, strength_of, token_pulls
+from hilore.planner.exposure_features import ExposureFeatures, exposure_features, token_pulls
 from hilore.planner.gradient_error import Backward, Instrument
 from hilore.planner.handmade import handmade_plan
 from hilore.planner.heldout import expected_by
@@ -42,7 +42,8 @@ class RegionErrors:
     ``places``: in the bucket, of the regions measured. ``absolute``: norm of the error, [microbatches, regions].
     ``encoded``: relative error of each region's units by the codec itself, root of the sum of squares, same shape.
     ``norm_shift``: root of the sum of squared changes of the parameters' gradient norms on the first, [regions].
-    ``gradient2``: square of the norm of the exact gradient, [microbatches].
+    ``gradient2``: square of the norm of the exact gradient, ``pull``: norm of what the loss sends into the regions,
+    [microbatches].
     """
 
     codec: str
@@ -53,7 +54,7 @@ class RegionErrors:
     norm_shift: Floats
     gradient2: Floats
     features: tuple[ExposureFeatures, ...]
-    strengths: tuple[Strength, ...]
+    pull: Floats
     coupled: tuple[Coupled, ...]
 
 
@@ -106,7 +107,7 @@ def measure_regions(
         norm_shift=np.array(shifts),
         gradient2=np.array([one["gradient2"] for one in known]),
         features=tuple(ExposureFeatures.from_json(one["features"]) for one in known),
-        strengths=tuple(Strength(**one["strength"]) for one in known),
+        pull=np.array([one["pull"] for one in known]),
         coupled=tuple(one["coupled"] for one in known),
     )
 
@@ -119,7 +120,7 @@ def _exact(instrument: Instrument, trace: Trace, batch: Microbatch, codec: str) 
     pulls = token_pulls(loss, batch, exact.logps, instrument.leverage(batch))
     return exact, {
         "features": exposure_features(loss, batch, exact.logps).as_json(),
-        "strength": asdict(strength_of(pulls)),
+        "pull": float(pulls["full"].norm()),
         "encoded": watch.per_region(),
         "coupled": watch.coupled(batch, pulls),
         "gradient2": _square(exact.gradients),
@@ -166,11 +167,10 @@ def scores(found: RegionErrors, trace: Trace) -> dict[str, Floats]:
     def by_region(values: Floats) -> Floats:
         return np.broadcast_to(values[None, :], shape)
 
-    of, pulls = found.features, found.strengths
+    of = found.features
     kappa2 = _kappa2(found, trace)
     susceptibility = np.array([[math.sqrt(sum(units.values())) for units in kappa2]])
     alike = [dict.fromkeys(units, 1.0) for units in kappa2]
-    strength = by_batch([each.full for each in pulls])
     full = _coupled(found, trace, "full", kappa2)
     replay = _coupled(found, trace, REPLAY, kappa2)
     static = by_region(_static(len(trace.buckets[-1].regions))[list(found.places)])
@@ -184,7 +184,7 @@ def scores(found: RegionErrors, trace: Trace) -> dict[str, Floats]:
         "without KL": _coupled(found, trace, "without_kl", kappa2),
         "1 - p for the head's leverage": _coupled(found, trace, "by_probability", kappa2),
         "without the head's leverage": _coupled(found, trace, "without_leverage", kappa2),
-        "without activation weighting": susceptibility * strength,
+        "without activation weighting": susceptibility * found.pull[:, None],
         "without susceptibility": _coupled(found, trace, "full", alike),
         "mean |omega| for its root mean square": full * by_batch([_mean_over_root(each) for each in of]),
         "advantage only": by_batch([each.mean_advantage for each in of]) + 0 * static,
@@ -197,14 +197,17 @@ def scores(found: RegionErrors, trace: Trace) -> dict[str, Floats]:
 
 def _coupled(found: RegionErrors, trace: Trace, weights: str, kappa2: Sequence[Mapping[str, float]]) -> Floats:
     """Root of the sum over a region's units of kappa2 times the unit's coupling, in units of what coupling the
-    references have for a gradient of norm 1; [microbatches, regions]."""
+    references have for a gradient of norm 1; [microbatches, regions]. Units that no hook reached count nothing."""
     regions, first = trace.buckets[-1].regions, found.references
+    known = np.flatnonzero(found.gradient2[:first] > 0)
     result = np.zeros(found.absolute.shape)
     for column, (place, costs) in enumerate(zip(found.places, kappa2, strict=True)):
+        of_region = [one[weights].get(regions[place].name, {}) for one in found.coupled]
         for unit, cost in costs.items():
-            sums = np.array([one[weights][regions[place].name][unit] for one in found.coupled])
-            known = found.gradient2[:first] > 0
-            usual = float((sums[:first][known] / found.gradient2[:first][known]).mean()) if known.any() else 0.0
+            if unit not in of_region[0]:
+                continue
+            sums = np.array([one[unit] for one in of_region])
+            usual = float((sums[known] / found.gradient2[known]).mean()) if len(known) else 0.0
             if usual:
                 result[:, column] += cost * sums / usual
     root: Floats = np.sqrt(result)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hilore.planner.calibration_plans import offering
-from hilore.planner.gradient_error import at_responses
+from hilore.planner.gradient_error import at_responses, hidden_of
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.trace import Trace
 from hilore.runtime.codecs import get_codec
@@ -79,9 +79,9 @@ class UnitWatch:
             self._pulls[name] = gradient.detach().double().square().sum(-1)
 
         def watch(_module: nn.Module, _args: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
+            hidden = hidden_of(output)
             if hidden.requires_grad:
-                hidden.register_hook(pulled)
+                hidden.register_hook(pulled)  # type: ignore[no-untyped-call]
 
         return watch
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +36,7 @@ from hilore.planner.trace import Confirmed, Trace
 from hilore.planner.tracefile import TraceFileError, load_trace, save_trace
 from hilore.planner.verify import reference_peaks
 from hilore.planner.verify_rollouts import verify_rollouts
-from hilore.runtime.errors import HiloreError
+from hilore.runtime.errors import HiloreError, HiloreWarning
 from hilore.runtime.plan import Plan
 from hilore.runtime.planfile import load_plan, save_plan
 from tests.calibration_fixtures import FEW_PASSES, rollouts, tiny_calibrated
@@ -106,11 +109,21 @@ def test_the_factor_is_near_what_plans_really_do(trace: Trace, truth: float, ste
 
 
 def test_of_factors_that_give_the_same_plans_the_largest_counts(trace: Trace) -> None:
-    """It predicts no less of them."""
+    """It predicts no less of them. Steps grow while they stay the same, until it is not their risk that holds them."""
     plans = (lossy_plan(trace, 1.0),)
     trials = find_factor(lambda _factor: plans, lambda _plans: 0.5, 1.6)
-    assert [trial.interaction for trial in trials] == pytest.approx([1.6, 1.6 * 0.5 / confirming.AIM])
+    step = 0.5 / confirming.AIM
+    assert [trial.interaction for trial in trials] == pytest.approx([1.6 * step**power for power in (0, 1, 3, 6)])
     assert chosen_of(trials) == trials[0]
+
+
+def test_a_factor_that_is_far_too_high_is_left_behind(trace: Trace) -> None:
+    """Though the first step down gives the same plans."""
+    plans = {far: (lossy_plan(trace, 2.0 + far),) for far in (True, False)}
+    errors = {plan_digest(plans[True][0]): 0.1, plan_digest(plans[False][0]): 0.95}
+    trials = find_factor(lambda factor: plans[factor > 0.3], lambda made: errors[plan_digest(made[0])], 1.6)
+    assert [trial.bound for trial in trials] == [0.1, 0.1, 0.95]
+    assert chosen_of(trials) == trials[-1]
 
 
 def test_no_set_keeps_delta(trace: Trace, spec: ModelSpec) -> None:
@@ -263,6 +276,18 @@ def test_a_state_that_another_run_writes_is_refused(tmp_path: Path) -> None:
     again = CalibrationState(path, {})
     assert (again.get("one"), again.get("two"), again.measured) == (1, 2, 2)
     again.close(done=False)
+
+
+def test_a_disk_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(HiloreWarning, match=r"state: cannot be locked \(No locks available\); see to it that no other"):
+        state = CalibrationState(tmp_path / "state", {})
+    state.put("one", 1)
+    state.close(done=True)
+    assert not (tmp_path / "state").exists()
 
 
 def test_what_is_refused(spec: ModelSpec, trace: Trace, file: Path) -> None:
