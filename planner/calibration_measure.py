@@ -27,6 +27,8 @@ MOST_PASSES = 64
 # Random plans for the fit, all microbatches together, and bounds on how many of them one microbatch gets.
 FIT_PLANS = 160
 FIT_PASSES = (6, 40)
+# Of them: with units of one kind alone at L, without which kinds that cost little are not seen beside the others.
+ALONE_SHARE = 0.4
 # Exact gradients wait on the host for the second part as long as they take no more than this.
 KEPT_BYTES = 2**30
 
@@ -80,7 +82,8 @@ class Measuring:
         found = []
         for done, place in enumerate(self.exposed):
             name = f"fit-{place}"
-            plans = random_plans(self.trace, count, expected, seed=seed_of(self._seed, place), name=name)
+            seed, alone = seed_of(self._seed, place), round(ALONE_SHARE * count)
+            plans = random_plans(self.trace, count, expected, seed=seed, name=name, alone=alone)
             exact = self._exact(place)
             for row, plan in enumerate(plans):
                 self._tell("calibrate: random plans", done * count + row, len(self.exposed) * count)

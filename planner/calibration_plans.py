@@ -2,7 +2,9 @@
 
 A random plan draws per region one of the keep sets that the trace measured, then which of its units are at L and
 with which codecs; how many is drawn so that the error it is expected to cause is one that plans are solved for (half
-of delta_star to four times). So that no codec drowns another, the codecs of one plan cost about the same.
+of delta_star to four times). So that no codec drowns another, the codecs of one plan cost about the same. So that no
+kind of unit drowns another, some plans have units of one kind alone at L: the solver likes those that are cheapest, and
+beside gate and up nothing would be known of them.
 """
 
 from __future__ import annotations
@@ -96,10 +98,21 @@ def codecs_of(bucket: Bucket) -> tuple[str, ...]:
     return tuple(sorted({unit.codec for unit in every_lossy_unit(bucket)}))
 
 
-def random_plans(trace: Trace, count: int, expected: Expected, *, seed: int, name: str) -> tuple[Plan, ...]:
-    """``count`` random plans of the largest bucket, the codecs taking turns; none where nothing can be at L."""
+def random_plans(
+    trace: Trace, count: int, expected: Expected, *, seed: int, name: str, alone: int = 0
+) -> tuple[Plan, ...]:
+    """``count`` random plans of the largest bucket, the codecs taking turns; none where nothing can be at L.
+
+    ``alone``: so many of them, the last ones, have units of one kind alone at L, the kinds taking turns.
+    """
     drawing = _Drawing(trace, expected, random.Random(seed))
-    return tuple(drawing.plan(f"{name}-{place}") for place in range(count)) if drawing.codecs else ()
+    if not drawing.codecs:
+        return ()
+    mixed = count - alone
+    return tuple(
+        drawing.plan(f"{name}-{place}") if place < mixed else drawing.plan_of_one_kind(f"{name}-{place}")
+        for place in range(count)
+    )
 
 
 class _Drawing:
@@ -117,15 +130,26 @@ class _Drawing:
         # What the codec costs the unit that takes it best: how codecs compare.
         self._least = {codec: min(map(expected, items)) for codec, items in self._of_codec.items()}
         self._turn: list[str] = []
+        self._kind_turn: list[str] = []
 
     def plan(self, name: str) -> Plan:
         """One random plan with at least one L unit."""
-        codec = self._next_codec()
+        return self._drawn(name, self._next_codec(), self._kinds)
+
+    def plan_of_one_kind(self, name: str) -> Plan:
+        """One random plan with at least one L unit, all of one kind."""
+        if not self._kind_turn:
+            self._kind_turn = self.draw.sample(self._kinds, len(self._kinds))
+        kind = self._kind_turn.pop()
+        offered = [codec for codec in self.codecs if any(item.kind == kind for item in self._of_codec[codec])]
+        return self._drawn(name, self.draw.choice(offered), (kind,))
+
+    def _drawn(self, name: str, codec: str, kinds: Sequence[str]) -> Plan:
         kept = [self._kept(self.bucket.classes[region.class_index]) for region in self.bucket.regions]
-        share = {kind: self.draw.choice(SHARES_OF_A_KIND) for kind in self._kinds}
-        chosen = [item for item in self._candidates(kept, codec) if self.draw.random() < share[item.kind]]
+        share = {kind: self.draw.choice(SHARES_OF_A_KIND) for kind in kinds}
+        chosen = [item for item in self._candidates(kept, codec) if self.draw.random() < share.get(item.kind, 0.0)]
         if not chosen:
-            chosen = [self._somewhere(kept, codec)]
+            chosen = [self._somewhere(kept, codec, kinds)]
         modes = {(item.place, item.unit): item.codec for item in self._thinned(chosen)}
         place_of = {region.name: place for place, region in enumerate(self.bucket.regions)}
 
@@ -155,9 +179,9 @@ class _Drawing:
                     if taken in offered:
                         yield LossyUnit(place, unit.name, unit.kind, taken, ())
 
-    def _somewhere(self, kept: list[tuple[str, ...]], codec: str) -> LossyUnit:
-        """Any unit that offers the codec, its region's keep set made to hold it."""
-        item = self.draw.choice(self._of_codec[codec])
+    def _somewhere(self, kept: list[tuple[str, ...]], codec: str, kinds: Sequence[str]) -> LossyUnit:
+        """Any unit of these kinds that offers the codec, its region's keep set made to hold it."""
+        item = self.draw.choice([item for item in self._of_codec[codec] if item.kind in kinds])
         region_class = self.bucket.classes[self.bucket.regions[item.place].class_index]
         kept[item.place] = next(found.kept for found in region_class.keep_sets if item.unit in found.kept)
         return item

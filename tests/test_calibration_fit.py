@@ -42,12 +42,12 @@ def truth(unit: LossyUnit) -> float:
     return level * codec * (1 + len(unit.tainted)) * (1 + unit.place / LAYERS)
 
 
-def simulated(trace: Trace, microbatches: int, each: int, noise: float) -> list[Observation]:
+def simulated(trace: Trace, microbatches: int, each: int, noise: float, alone: int = 0) -> list[Observation]:
     draw = random.Random(5)
     expected = expected_model(LAYERS).kappa2
     found = []
     for place in range(microbatches):
-        for plan in random_plans(trace, each, expected, seed=place, name="p"):
+        for plan in random_plans(trace, each, expected, seed=place, name="p", alone=alone):
             units = lossy_units(trace.buckets[0], plan.regions)
             squared = sum(map(truth, units)) * math.exp(draw.gauss(0, noise))
             found.append(Observation(place, units, squared))
@@ -67,6 +67,22 @@ def test_the_fit_finds_what_plans_cost(trace: Trace) -> None:
     assert all(model.kappa2(unit) > 0 for unit in every)
     errors = np.array([abs(math.log(model.kappa2(u) / truth(u))) for u in every if u.kind in ("gate", "up")])
     assert float(np.median(errors)) < 0.3
+
+
+def test_a_kind_that_costs_little_is_seen_where_it_is_alone(trace: Trace) -> None:
+    """o costs a hundredth of what gate does, and plans' errors are spread by much more than that."""
+    model = fit(simulated(trace, microbatches=24, each=8, noise=0.5, alone=4), LAYERS)
+    units = [unit for unit in every_lossy_unit(trace.buckets[0]) if unit.kind == "o" and not unit.tainted]
+    assert sum(map(model.kappa2, units)) == pytest.approx(sum(map(truth, units)), rel=0.3)
+
+
+def test_random_plans_of_one_kind(trace: Trace) -> None:
+    expected = expected_model(LAYERS).kappa2
+    plans = random_plans(trace, 14, expected, seed=1, name="p", alone=10)
+    assert plans[:4] == random_plans(trace, 14, expected, seed=1, name="p")[:4]
+    kinds = [{unit.kind for unit in lossy_units(trace.buckets[0], plan.regions)} for plan in plans[4:]]
+    assert all(len(found) == 1 for found in kinds)
+    assert all(sorted(next(iter(found)) for found in kinds[turn : turn + 5]) == sorted(KINDS) for turn in (0, 5))
 
 
 def test_the_fit_is_the_same_every_time_and_nothing_measured_is_what_is_expected(trace: Trace) -> None:
