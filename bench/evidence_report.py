@@ -15,7 +15,7 @@ from rich.table import Table
 
 from bench.evidence_sensitivity import refresh_table, sizes_table
 from bench.evidence_setting import Setting, say
-from bench.evidence_stages import both_of, risk_table
+from bench.evidence_stages import both_of, risk_tables
 from bench.table import environment, write_json
 from hilore.planner.calibration_view import risk_table as risk_of_kinds
 from hilore.planner.files import replace_file
@@ -37,17 +37,17 @@ def report(setting: Setting) -> None:
             tables += [*more, half_table(halved, split)]
             if data[split]["native"]:
                 tables.append(native_table(data[split]["native"]))
-    for name, table in (
-        ("risk", risk_table),
-        ("risk-other", risk_table),
-        ("risk-confirmation", risk_table),
-        ("risk-pairs", risk_table),
-        ("sizes", sizes_table),
-        ("refresh", refresh_table),
+    for name, made_of in (
+        ("risk", risk_tables),
+        ("risk-other", risk_tables),
+        ("risk-confirmation", risk_tables),
+        ("risk-pairs", risk_tables),
+        ("sizes", lambda found: [sizes_table(found)]),
+        ("refresh", lambda found: [refresh_table(found)]),
     ):
         if setting.file(f"{name}.json").exists():
             data[name] = _read(setting, name)
-            tables.append(table(data[name]))
+            tables += made_of(data[name])
     path = setting.given.out or str(setting.file("evidence.json"))
     write_json(data, path)
     replace_file(Path(path).with_suffix(".tables.md"), markdown(tables))

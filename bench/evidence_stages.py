@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -238,33 +239,53 @@ def risk(setting: Setting) -> None:
     twin = float32_twin(native)
     split = given.risk_split
     batches = moved(setting, native, twin, split)
-    chosen = spread([batch for batch in batches if not is_null(twin.spec.loss, batch)], given.risk_microbatches)
+    chosen = as_they_come(twin, batches, given.risk_microbatches)
     references = spread(exposed_of(twin, setting, "calibration"), given.risk_references)
     identity = identity_of(setting, split) | {"microbatches": len(chosen), "references": len(references)}
     name = "risk" if split == "same" else f"risk-{split}"
     store = CalibrationState(setting.file(f"{name}.state"), identity)
     regions = [region.name for region in trace.buckets[-1].regions]
-    found, shape = {}, (0, 0)
+    found: dict[str, dict[str, dict[str, Any]]] = {"as they come": {}, "of exposure above 0": {}}
+    shape, exposed = (0, 0), 0
     with Instrument(twin, regions, seed=given.seed) as instrument:
         for codec in given.risk_codecs:
             options: dict[str, int] = {"every": given.risk_every, "references": len(references)}
             errors = measure_regions(instrument, trace, [*references, *chosen], codec, store, tell(), **options)
-            found[codec], shape = rankings(errors, trace), errors.absolute[len(references) :].shape
+            for population, made in found.items():
+                by_name = rankings(errors, trace, exposed=population != "as they come")
+                made[codec] = {score: asdict(one) for score, one in by_name.items()}
+            shape = errors.absolute[len(references) :].shape
+            exposed = int((errors.gradient2[len(references) :] > 0).sum())
     store.close(done=False)
     data = {
         "split": split,
         "microbatches": shape[0],
+        "exposed": exposed,
         "regions": shape[1],
-        "rankings": {codec: {name: asdict(one) for name, one in made.items()} for codec, made in found.items()},
+        "rankings": found,
     }
     setting.file(f"{name}.json").write_text(json.dumps(data, allow_nan=False, indent=1), encoding="utf-8")
-    say(risk_table(data))
+    for table in risk_tables(data):
+        say(table)
 
 
-def risk_table(data: dict[str, Any]) -> Table:
-    by_codec = {codec: {name: Ranking(**one) for name, one in made.items()} for codec, made in data["rankings"].items()}
-    pairs = f"{data['microbatches']} microbatches x {data['regions']} regions"
-    return rankings_table(by_codec, f"{data['split']}: absolute error of {pairs}, ranked by each score")
+def as_they_come(actor: Actor, batches: Sequence[Microbatch], count: int) -> list[Microbatch]:
+    """``count`` microbatches of exposure above 0, evenly, and of the others as large a part."""
+    loss = actor.spec.loss
+    exposed = [batch for batch in batches if not is_null(loss, batch)]
+    others = [batch for batch in batches if is_null(loss, batch)]
+    chosen = spread(exposed, count)
+    return [*chosen, *spread(others, round(len(others) * len(chosen) / max(len(exposed), 1)))]
+
+
+def risk_tables(data: dict[str, Any]) -> list[Table]:
+    tables = []
+    for population, rankings_of in data["rankings"].items():
+        by_codec = {codec: {name: Ranking(**one) for name, one in made.items()} for codec, made in rankings_of.items()}
+        count = data["microbatches"] if population == "as they come" else data["exposed"]
+        pairs = f"{count} microbatches {population} x {data['regions']} regions"
+        tables.append(rankings_table(by_codec, f"{data['split']}: absolute error of {pairs}, ranked by each score"))
+    return tables
 
 
 def _print_split(split: str, data: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from hilore.planner.calibration_plans import LossyUnit, offering
+from hilore.planner.calibration_sources import is_null
 from hilore.planner.calibration_state import CalibrationState
 from hilore.planner.conformal import Floats
 from hilore.planner.evidence import Ranking, ranking
@@ -69,7 +70,8 @@ def measure_regions(
     every: int = 1,
     references: int = 1,
 ) -> RegionErrors:
-    """One pass per region and microbatch, and an exact one per microbatch.
+    """One pass per region and microbatch, and an exact one per microbatch; none per region for a microbatch that no
+    gradient can pass, whose errors are 0.
 
     ``every``: measure the last region and, from there towards the first, every so many-th.
     """
@@ -86,6 +88,9 @@ def measure_regions(
             found = store.put(f"{codec}-exact-{place}", seen)
         known.append(found)
         row = []
+        if is_null(instrument.actor.spec.loss, batch):
+            absolute.append([0.0] * len(places))
+            continue
         for turn, column in enumerate(places):
             tell(f"regions, {codec}", place * len(places) + turn, len(batches) * len(places))
             error = store.get(f"{codec}-{place}-{column}")
@@ -141,11 +146,16 @@ def region_plan(trace: Trace, region: str, codec: str) -> Plan:
     return handmade_plan(trace, mode_of, name=f"{region}-{codec}")
 
 
-def rankings(found: RegionErrors, trace: Trace) -> dict[str, Ranking]:
-    """How each score ranks all pairs of region and microbatch (without the references) by absolute error."""
-    first = found.references
-    measured = found.absolute[first:].ravel()
-    return {name: ranking(score[first:].ravel(), measured) for name, score in scores(found, trace).items()}
+def rankings(found: RegionErrors, trace: Trace, *, exposed: bool = False) -> dict[str, Ranking]:
+    """How each score ranks all pairs of region and microbatch (without the references) by absolute error.
+
+    ``exposed``: only those of microbatches with a gradient, a harder question: the others any score with omega knows.
+    """
+    rows = np.arange(len(found.absolute)) >= found.references
+    if exposed:
+        rows &= found.gradient2 > 0
+    measured = found.absolute[rows].ravel()
+    return {name: ranking(score[rows].ravel(), measured) for name, score in scores(found, trace).items()}
 
 
 def scores(found: RegionErrors, trace: Trace) -> dict[str, Floats]:

@@ -263,6 +263,30 @@ def test_single_regions_and_their_scores(
     assert all(score.shape == last.absolute.shape for score in scores(last, trace).values())
 
 
+def test_pairs_of_microbatches_without_a_gradient(
+    instrument: Instrument, trace: Trace, batches: tuple[Microbatch, ...]
+) -> None:
+    """Their errors are 0 without a run, and a score that knows the exposure knows that; one of the region does not."""
+    exposed = [batch for batch in batches if bool(batch.advantages.any())]
+    nulls = [batch for batch in batches if not bool(batch.advantages.any())]
+    assert nulls
+    passes = instrument.passes
+    found = measure_regions(instrument, trace, [*exposed, *nulls], CODEC, CalibrationState(None, {}), silent)
+    assert instrument.passes - passes == 3 * len(exposed) + len(nulls)
+    assert (found.absolute[: len(exposed)] > 0).all()
+    assert not found.absolute[len(exposed) :].any()
+    assert not found.gradient2[len(exposed) :].any()
+    # The run that was left out would have said the same.
+    under = instrument.under(nulls[0], region_plan(trace, "model.layers.0", CODEC))
+    assert not any(bool(part.any()) for part in under.distance(instrument.exact(nulls[0])))
+    made = scores(found, trace)
+    assert not made[FULL][len(exposed) :].any()
+    assert made["GACT-style sensitivity"][len(exposed) :].all()
+    alone = measure_regions(instrument, trace, exposed, CODEC, CalibrationState(None, {}), silent)
+    assert rankings(found, trace, exposed=True) == rankings(alone, trace)
+    assert rankings(found, trace)[FULL].spearman > rankings(alone, trace)[FULL].spearman
+
+
 def test_watching_units_changes_nothing(instrument: Instrument, trace: Trace, batches: tuple[Microbatch, ...]) -> None:
     plain = instrument.exact(batches[3])
     with watched_units(instrument.actor.model, trace, CODEC):
