@@ -64,8 +64,8 @@ def cases() -> Iterator[Case]:
     yield Case("llama", "LoRA dropout, autocast", "chunked", 2)
 
 
-def spec_of(case: Case, folder: Path, lengths: tuple[int, ...] = LENGTHS) -> ModelSpec:
-    """Three layers of d 256; four microbatches, AdamW with a float32 state."""
+def spec_of(case: Case, folder: Path, lengths: tuple[int, ...] = LENGTHS, accumulation: int = 4) -> ModelSpec:
+    """Three layers of d 256; ``accumulation`` microbatches, AdamW with a float32 state."""
     adapter, precision = ADAPTERS[case.training]
     key_heads = 1 if case.architecture == "gemma" else 2
     tokens = lengths[-1]
@@ -86,7 +86,7 @@ batch:
   prompt_tokens: {tokens // 4}
   response_tokens: {tokens - tokens // 4}
   length_buckets: [{", ".join(map(str, lengths))}]
-  accumulation: 4
+  accumulation: {accumulation}
 optimizer: {{kind: adamw, state: float32}}
 loss: {{kind: grpo, beta: 0.001, head: {case.head}}}
 device: cpu

@@ -121,10 +121,10 @@ def test_a_solved_plan_is_exact_and_within_its_peak(spec: ModelSpec, trace: Trac
 
 @pytest.mark.parametrize("case", [Case("qwen2", "LoRA bf16", "naive", 2), Case("gemma", "LoRA dropout", "chunked", 1)])
 def test_peaks_are_predicted_to_the_byte(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four microbatches and the optimizer step: solved plans, all that can be packed packed, and that demoted."""
+    """Two microbatches and the optimizer step: solved plans, all that can be packed packed, and that demoted."""
     monkeypatch.setattr("bench.memory.CODEC", NAME)
     monkeypatch.setattr(
-        "bench.memory.spec_of", lambda case, folder: replace(case_spec(case, folder, (32,)), codecs=(NAME,))
+        "bench.memory.spec_of", lambda case, folder: replace(case_spec(case, folder, (32,), 2), codecs=(NAME,))
     )
     rows = list(measure_case(case, tmp_path, fake=True))
     assert any(" L" in row.policy and row.policy.startswith("delta 0") for row in rows)

@@ -8,9 +8,9 @@ from bench.sharded import LORA, Case, Row, measure_cases
 
 CASES = [
     Case("none", tied=True, reshard=False, accumulation=1),
-    Case(LORA, tied=True, reshard=True, accumulation=4),
-    Case("none", tied=False, reshard=True, accumulation=4, sync="last_microbatch"),
-    Case("none", tied=True, reshard=True, accumulation=4, kind="fsdp1"),
+    Case(LORA, tied=True, reshard=True, accumulation=2),
+    Case("none", tied=False, reshard=True, accumulation=2, sync="last_microbatch"),
+    Case("none", tied=True, reshard=True, accumulation=2, kind="fsdp1"),
 ]
 POLICIES = ("gc", "no-gc", "plan, delta 0", "plan with L")
 
