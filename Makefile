@@ -15,7 +15,7 @@ demo: $(READY)
 	$(BIN)/python examples/grpo_smollm2.py --demo
 
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m bench
