@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hilore.cli_output import JsonOption, TraceOption, print_json, print_parts
+from hilore.cli_output import MOST_SEED, JsonOption, TraceOption, print_json, print_parts
 
 if TYPE_CHECKING:
     from hilore.planner.spec_types import ModelSpec
@@ -22,7 +22,10 @@ def calibrate(
     model: Annotated[str, typer.Argument(metavar="MODEL.YAML", help="The actor that the trace is of.")],
     rollouts: RolloutsOption = None,
     trace_path: TraceOption = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of plans and adapters: the same seed gives the same bytes.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option("--seed", min=0, max=MOST_SEED, help="Of plans and adapters: the same seed gives the same bytes."),
+    ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Measure risk and exposure on rollouts and put them into the trace. Interrupted, it goes on where it was."""
@@ -41,16 +44,20 @@ def calibrate(
     found = load_trace(path)
     from hilore.planner.calibrate import calibrate_trace
 
+    state = Path(f"{path}{SUFFIX}")
     with progress_bar() as progress:
         calibrated = calibrate_trace(
             spec,
             found,
             progress,
             rollouts=None if rollouts is None else Path(rollouts),
-            state=Path(f"{path}{SUFFIX}"),
+            state=state,
             seed=seed,
+            keep_state=True,
         )
     save_trace(calibrated, path)
+    # Not before: hours of measurements are in it.
+    state.unlink(missing_ok=True)
     if as_json:
         print_json(view.calibration_json(calibrated, str(path)))
         return
@@ -68,10 +75,10 @@ def confirm(
     margin: Annotated[str | None, typer.Option("--margin", metavar="MIB", help="As for solve.")] = None,
     drift: Annotated[
         float | None,
-        typer.Option("--drift", help="What errors may rise by as training moves the policy, before delta; else 1.25."),
+        typer.Option("--drift", help="What errors may rise by as training moves the policy, before delta; else 1.4."),
     ] = None,
     trace_path: TraceOption = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of adapters, as for calibrate.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=MOST_SEED, help="Of adapters, as for calibrate.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the plans that solve makes of a budget and delta, until updates keep delta; solve then makes those."""
@@ -91,6 +98,7 @@ def confirm(
     budget_bytes, margin_bytes = parse_memory(budget, margin, card_bytes=found.card_bytes)
     from hilore.planner.confirm import DRIFT, SUFFIX, Target, confirm_trace
 
+    state = Path(f"{path}{SUFFIX}")
     with progress_bar() as progress:
         confirmation = confirm_trace(
             spec,
@@ -98,10 +106,12 @@ def confirm(
             Target(budget_bytes, margin_bytes, wanted_delta, DRIFT if drift is None else drift),
             progress,
             rollouts=Path(rollouts),
-            state=Path(f"{path}{SUFFIX}"),
+            state=state,
             seed=seed,
+            keep_state=True,
         )
     save_trace(confirmation.trace, path)
+    state.unlink(missing_ok=True)
     if as_json:
         print_json(view.confirmation_json(confirmation, str(path)))
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from hilore import cli_calibrate
-from hilore.cli_output import JsonOption, PlansArgument, TraceOption, print_json, print_parts
+from hilore.cli_output import MOST_SEED, JsonOption, PlansArgument, TraceOption, print_json, print_parts
 
 if TYPE_CHECKING:
     from hilore.planner.trace import Trace
@@ -91,7 +91,7 @@ def bench(
     ] = None,
     microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="Of the update that is measured.")] = 2,
     threads: Annotated[int, typer.Option("--threads", min=1, help="Of torch.")] = 1,
-    seed: Annotated[int, typer.Option("--seed", help="Of weights, rollouts and resampling.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=MOST_SEED, help="Of weights, rollouts and resampling.")] = 0,
     time_limit: Annotated[float, typer.Option("--time-limit", metavar="S", help="Seconds for each solve.")] = 20.0,
     grain: Annotated[
         Literal["unit", "layer"] | None,

@@ -19,6 +19,8 @@ TraceOption = Annotated[str | None, typer.Option("--trace", metavar="FILE", help
 PlanTraceOption = Annotated[
     str | None, typer.Option("--trace", metavar="FILE", help="Default: NAME.trace.json here, else the newest one.")
 ]
+# Seeds of plans and microbatches are multiples of it, and have to fit torch's 64 bits.
+MOST_SEED = 2**31 - 1
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 PlanArgument = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file.")]
 PlansArgument = Annotated[list[str], typer.Argument(metavar="PLAN...", help="Plan files.")]

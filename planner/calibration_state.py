@@ -85,10 +85,14 @@ class CalibrationState:
             self.path.unlink(missing_ok=True)
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        if self._file is not None:
+        if self._file is None or self.path is None:
+            return
+        try:
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
             os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _unusable(self.path, "written", error) from error
 
     def _read(self, path: Path, header: Mapping[str, Any]) -> int:
         """Fill in what the file holds; returns the bytes of it that are whole lines."""

@@ -46,7 +46,7 @@ Measure = Callable[[Sequence[Plan]], float]
 
 SUFFIX = ".confirmation"
 # What SmolLM2's rose by in three updates at a learning rate of 1e-3, at most (docs/measurements/evidence-smollm2.md).
-DRIFT = 1.4
+DRIFT, MOST_DRIFT = 1.4, 100
 # Sets of plans that are tried: so many passes per microbatch, and one exact one.
 SETS = 6
 # Factors that are tried: one that gives plans that were measured takes no pass.
@@ -115,12 +115,13 @@ def confirm_trace(
     rollouts: Path,
     state: Path | None = None,
     seed: int = 0,
+    keep_state: bool = False,
 ) -> Confirmation:
     """The trace with the factor that ``target`` is to be solved with, and the bound that its plans keep.
 
     ``rollouts``: best others than calibration's. ``spec.calibration`` says how many microbatches and what confidence.
-    ``state`` as for calibrate_trace. Raises HiloreError where the trace was not calibrated on rollouts,
-    RolloutFileError, ConfidenceError, CalibrationStateError, InfeasibleError, ConfirmationError.
+    ``state`` and ``keep_state`` as for calibrate_trace. Raises HiloreError where the trace was not calibrated on
+    rollouts, RolloutFileError, ConfidenceError, CalibrationStateError, InfeasibleError, ConfirmationError.
     """
     tell = progress or (lambda _label, _done, _total: None)
     refuse_calibration(spec, estimated=trace.estimated)
@@ -147,7 +148,7 @@ def confirm_trace(
             raise _none_kept(trials, spec, target)
         done = True
     finally:
-        store.close(done=done)
+        store.close(done=done and not keep_state)
     confirmed = Confirmed(
         budget_bytes=target.budget_bytes,
         margin_bytes=target.margin_bytes,
@@ -267,8 +268,8 @@ def _refuse(trace: Trace, target: Target) -> None:
             f"the trace of {trace.name} holds risks of source {calibration.source}, not measured on rollouts; first: "
             "hilore-plan calibrate MODEL.YAML --rollouts FILE"
         )
-    if not (math.isfinite(target.drift) and target.drift >= 1):
-        raise HiloreError(f"--drift {target.drift:g}: must be a finite number, 1 or more", drift=target.drift)
+    if not 1 <= target.drift <= MOST_DRIFT:
+        raise HiloreError(f"--drift {target.drift:g}: must be a number from 1 to {MOST_DRIFT}", drift=target.drift)
     if target.delta == 0:
         raise HiloreError("--delta 0: its plans change no value, so that there is nothing to measure; use --delta 1")
 

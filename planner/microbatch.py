@@ -74,9 +74,10 @@ class Microbatch:
 def group_advantages(rewards: Sequence[float]) -> list[float]:
     """GRPO's advantages of one group: (r - mean) / (std + 1e-4), std with n - 1, 0 for a flat or single group."""
     count = len(rewards)
-    mean = sum(rewards) / count
-    if count < 2:
+    # The mean of equal rewards may be off by its rounding, and a flat group would have an exposure.
+    if count < 2 or max(rewards) == min(rewards):
         return [0.0] * count
+    mean = sum(rewards) / count
     deviation = (sum((reward - mean) ** 2 for reward in rewards) / (count - 1)) ** 0.5
     return [(reward - mean) / (deviation + 1e-4) for reward in rewards]
 

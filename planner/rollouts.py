@@ -46,6 +46,8 @@ class Rollout:
 
 
 _ADAPTER = TypeAdapter(Rollout)
+# Squares of rewards and of advantages fit float32's range with room for sums; no softmax gives less than this.
+MOST_REWARD, MOST_NATS = 1e15, 1e4
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +112,25 @@ def with_advantages(rollouts: Sequence[Rollout], places: Sequence[str] = ()) -> 
             missing = members[rewards.index(None)]
             where = f"{places[missing]}: " if places else ""
             raise RolloutFileError(f"{where}neither reward nor advantage is given", path="", line=0)
+        _check_prompts(rollouts, members, places)
         advantages = group_advantages([reward for reward in rewards if reward is not None])
         for index, advantage in zip(members, advantages, strict=True):
             result[index] = replace(rollouts[index], advantage=advantage)
     return tuple(result)
+
+
+def _check_prompts(rollouts: Sequence[Rollout], members: Sequence[int], places: Sequence[str]) -> None:
+    """Rewards are compared within a group, which makes sense for answers to one prompt alone."""
+    first = rollouts[members[0]]
+    other = next((index for index in members if rollouts[index].prompt_ids != first.prompt_ids), None)
+    if other is not None:
+        where, earlier = (f"{places[other]}: ", f"that of {places[members[0]]}") if places else ("", "the first row's")
+        raise RolloutFileError(
+            f"{where}group {first.group}: its prompt is not {earlier}; number the groups so that each is one prompt "
+            "(files that were joined count from 0 twice), or give advantage in place of reward",
+            path="",
+            line=0,
+        )
 
 
 def from_rollouts(
@@ -238,8 +255,21 @@ def _read_line(path: str | Path, number: int, line: str) -> Rollout:
     if rollout.reward is None and rollout.advantage is None:
         text = "neither reward nor advantage is given"
         raise RolloutFileError(f"{path}:{number}: {text}", path=str(path), line=number)
+    for name in ("reward", "advantage"):
+        value = getattr(rollout, name)
+        if value is not None and abs(value) > MOST_REWARD:
+            raise RolloutFileError(
+                f"{path}:{number}: {name} is {value:g}, more than {MOST_REWARD:g}", path=str(path), line=number
+            )
     for name in ("old_logps", "ref_logps"):
         values = getattr(rollout, name)
+        wrong = next((value for value in values or () if abs(value) > MOST_NATS), None)
+        if wrong is not None:
+            raise RolloutFileError(
+                f"{path}:{number}: {name} holds {wrong:g}, which is no log-prob (more than {MOST_NATS:g} nats from 0)",
+                path=str(path),
+                line=number,
+            )
         if values is not None and len(values) != len(rollout.completion_ids):
             tokens = len(rollout.completion_ids)
             raise RolloutFileError(

@@ -225,7 +225,8 @@ def _breaches(run: Run) -> Iterator[str]:
         yield f"{label}: the loss is not bitwise that of eager"
     if not run.exact and not any(choice.lossy for choice in run.choices):
         yield f"{label}: gradients are not bitwise those of eager although nothing is encoded ({run.native_error:.3g})"
-    if contender.error_limit is not None and run.error > contender.error_limit:
+    # Not "above": an error that is no number is above any limit.
+    if contender.error_limit is not None and not run.error <= contender.error_limit:
         yield f"{label}: gradient error {run.error:.3%}, allowed {contender.error_limit:.3%}"
     for what, promised in (("budget", contender.budget_bytes), ("predicted peak", _predicted_bytes(run))):
         if promised is not None and run.peak_bytes > promised:

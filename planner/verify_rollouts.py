@@ -93,6 +93,7 @@ def verify_rollouts(
     exposed = [batch for batch in batches if not is_null(spec.loss, batch)]
     if not exposed:
         raise HiloreError(f"{path}: every microbatch has exposure 0 (flat groups): there is nothing to verify")
+    _check_risk_microbatches(risk_microbatches, len(exposed), path)
     twin = float32_twin(native)
     del native
     regions = [region.name for region in trace.buckets[-1].regions]
@@ -100,7 +101,9 @@ def verify_rollouts(
     ranked: dict[str, Mapping[str, Ranking]] = {}
     with Instrument(twin, regions, seed=seed) as instrument:
         held_out = measure_held_out(instrument, trace, batches, candidates, CalibrationState(None, {}), tell)
-        if risk_microbatches > 1:
+        if not any(one.gradient.square > 0 for one in held_out.measured):
+            raise HiloreError(f"{path}: every token is clipped, so that no gradient passes: there is nothing to verify")
+        if risk_microbatches:
             for codec in codecs_of(trace.buckets[-1]):
                 some = exposed[:risk_microbatches]
                 store, references = CalibrationState(None, {}), max(1, len(some) // REFERENCES)
@@ -117,6 +120,15 @@ def verify_rollouts(
         spearman=all_spearman(held_out, trace, accumulation=accumulation, updates=updates, seed=seed + 1),
         breaches=_breaches(plans[0], rows[0]),
     )
+
+
+def _check_risk_microbatches(asked: int, exposed: int, path: Path) -> None:
+    """Of those that are ranked at least one must be left beside the references."""
+    if asked and min(asked, exposed) < 2:
+        raise HiloreError(
+            f"--risk-microbatches {asked}: {path} has {exposed} with exposure, and scores need two at least (one tells "
+            "them what is usual); use 0, or record more"
+        )
 
 
 def verification_parts(found: HeldOutVerification) -> list[Table | str]:

@@ -40,10 +40,12 @@ _BITS = {
 class AuditLog:
     """Sums over the audited microbatches: squared L2 of the plan's error, the control's and the exact gradient.
 
-    ``alarm``: the pooled error is above what the plans allow; from then on their L units run as R.
+    ``alarm``: the pooled error is above what the plans allow; from then on their L units run as R. ``unusable``:
+    microbatches that were run and are in no sum, since their exact gradient or the control's is not finite.
     """
 
     audits: int = 0
+    unusable: int = 0
     squared_error: float = 0.0
     squared_control: float = 0.0
     squared_norm: float = 0.0
@@ -59,14 +61,21 @@ class AuditLog:
         return math.sqrt(max(0.0, self.squared_error - self.squared_control) / self.squared_norm)
 
     def add(self, error: float, control: float, norm: float, allowed: float) -> None:
-        """One audited microbatch: squared L2 of error, control and gradient; ``allowed``: delta times delta_star."""
+        """One audited microbatch: squared L2 of error, control and gradient; ``allowed``: delta times delta_star.
+
+        An error that is no number, where the exact gradient is finite, is infinite.
+        """
+        if not (math.isfinite(norm) and math.isfinite(control)):
+            self.unusable += 1
+            return
+        error = math.inf if math.isnan(error) else error
         self.audits += 1
         self.squared_error += error
         self.squared_control += control
         self.squared_norm += norm
         self.squared_allowed += allowed * allowed * norm
         self.last_error = math.sqrt(max(0.0, error - control) / norm) if norm > 0 else None
-        if not self.alarm and self.audits >= LEAST_AUDITS and self._above():
+        if not self.alarm and self.audits >= LEAST_AUDITS and self.squared_norm > 0 and self._above():
             self.alarm = True
             limit = math.sqrt(self.squared_allowed / self.squared_norm)
             notice(
@@ -93,25 +102,47 @@ def audited_loss(
     _refuse(model)
     random = RandomState.now(trainable[0].device.type, [*trainable])
     before = [_to_host(parameter.grad) for parameter in trainable]
+    try:
+        loss = _audited(trainable, choice_of, log, step, random)
+    except BaseException:
+        # Whoever catches it (out of memory, say) finds what earlier microbatches left, and nothing of this one.
+        for parameter in trainable:
+            parameter.grad = None
+        _add_back(trainable, before)
+        raise
+    _add_back(trainable, before)
+    result: Tensor = _AlreadyDone.apply(loss.detach(), trainable[0])  # type: ignore[no-untyped-call]
+    return result
+
+
+def _audited(
+    trainable: list[nn.Parameter],
+    choice_of: Callable[[], Choice | None],
+    log: AuditLog,
+    step: Callable[[], Tensor],
+    random: RandomState,
+) -> Tensor:
+    """The loss of the last run, which was exact if the plan encodes anything; its gradients are in ``.grad``."""
     planned, loss = _gradients(trainable, step)
     choice = choice_of()
     encodes = choice is not None and choice.plan is not None and choice.plan.lossy and not choice.demoted
-    if _on_every_rank(encodes, trainable[0]):
-        assert choice is not None
-        assert choice.plan is not None
+    if not _on_every_rank(encodes, trainable[0]):
+        return loss
+    assert choice is not None
+    assert choice.plan is not None
+    try:
         choice.demoted = choice.control = True
         random.restore()
         control, _ = _gradients(trainable, step)
         choice.control = False
         random.restore()
         exact, loss = _gradients(trainable, step)
-        choice.demoted = False
-        sums = [_distance(planned, exact), _distance(control, exact), _distance(exact, [None for _ in exact])]
-        error, noise, norm = _over_ranks(sums, trainable[0])
-        log.add(error, noise, norm, choice.plan.delta * choice.plan.delta_star)
-    _add_back(trainable, before)
-    result: Tensor = _AlreadyDone.apply(loss.detach(), trainable[0])  # type: ignore[no-untyped-call]
-    return result
+    finally:
+        choice.demoted = choice.control = False
+    sums = [_distance(planned, exact), _distance(control, exact), _distance(exact, [None for _ in exact])]
+    error, noise, norm = _over_ranks(sums, trainable[0])
+    log.add(error, noise, norm, choice.plan.delta * choice.plan.delta_star)
+    return loss
 
 
 def _add_back(trainable: list[nn.Parameter], before: list[Tensor | None]) -> None:

@@ -122,7 +122,7 @@ def exposure_before_forward(
 ) -> float:
     """psi before the forward: exact where it is known (or ``logps`` is given), else an upper bound.
 
-    The bound assumes that no log-prob lies more than LOG_MOVE = 0.5 nats from the old one, or below the reference's;
+    The bound assumes that no log-prob lies more than LOG_MOVE = 0.5 nats from the old one, or from the reference's;
     ``confirm`` computes the exact value after the forward and demotes where it was exceeded. Raises as
     token_coefficients, but for log-probs that are missing.
     """

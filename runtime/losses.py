@@ -29,7 +29,7 @@ LOSS_KINDS = (*CLIPPED_KINDS, "cispo", "sapo", "vespo", "gspo")
 LEVELS = ("token", "sequence")
 _PER_UPDATE_KINDS = ("dapo", "cispo", "vespo")
 NOT_OF_THE_LOSS = ("inner_epochs", "head")  # keys of model.yaml's loss section that do not change omega
-_VESPO_LOG_FLOOR, _VESPO_LOG_CAP = math.log(1e-8), 20.0
+_VESPO_LOG_FLOOR, _VESPO_LOG_CAP, _VESPO_LEAST_RATE = math.log(1e-8), 20.0, 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,12 @@ class LossSpec:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise out_of_range(name, value, "a finite number above 0")
+        if self.num_items is not None and not 0 <= float(self.num_items) < math.inf:
+            raise out_of_range("num_items", self.num_items, "a finite number of at least 0")
+        for name in ("vespo_positive", "vespo_negative"):
+            power, rate = getattr(self, name)
+            if not (0 <= power < math.inf and 0 <= rate < math.inf):
+                raise out_of_range(name, (power, rate), "two finite numbers of at least 0")
         if not all(0 < value < math.inf for value in self.sapo_temperatures):
             raise out_of_range("sapo_temperatures", self.sapo_temperatures, "two finite numbers above 0")
 
@@ -207,7 +213,8 @@ def _clipped(spec: LossSpec, advantages: Tensor, ratio: Tensor) -> Tensor:
     below = (advantages < 0) & (ratio >= 1 - spec.clip_low)
     if spec.ratio_cap is not None:
         below = below & (ratio <= max(upper, spec.ratio_cap))
-    slope = -advantages * ratio
+    # Whatever the clip says: backward through exp multiplies by the ratio, and 0 times infinity is NaN.
+    slope = torch.where(ratio.isinf(), torch.nan, -advantages * ratio)
     return torch.where(active | below | slope.isnan(), slope, torch.zeros_like(slope))
 
 
@@ -236,7 +243,7 @@ def _vespo(spec: LossSpec, inputs: LossInputs) -> Tensor:
     (k_positive, rate_positive), (k_negative, rate_negative) = spec.vespo_positive, spec.vespo_negative
     at_least_0 = inputs.advantages >= 0
     power = _choose(at_least_0, k_positive, k_negative, log_weight.dtype)
-    rate = _choose(at_least_0, rate_positive, rate_negative, log_weight.dtype).clamp(min=1e-4)
+    rate = _choose(at_least_0, rate_positive, rate_negative, log_weight.dtype).clamp(min=_VESPO_LEAST_RATE)
     return -inputs.advantages * torch.exp(rate + power * log_weight - rate * log_weight.exp())
 
 
@@ -248,7 +255,8 @@ def policy_bound(spec: LossSpec, inputs: LossInputs, log_move: float) -> Tensor:
         positive = negative = min(largest, spec.clip_high)
     elif spec.kind == "vespo":
         positive, negative = (
-            math.exp(rate - k) * (k / rate) ** k for k, rate in (spec.vespo_positive, spec.vespo_negative)
+            math.exp(rate - k) * (k / max(rate, _VESPO_LEAST_RATE)) ** k
+            for k, rate in (spec.vespo_positive, spec.vespo_negative)
         )
     elif spec.kind != "sapo":
         positive = min(largest, 1 + spec.clip_high)
@@ -257,6 +265,7 @@ def policy_bound(spec: LossSpec, inputs: LossInputs, log_move: float) -> Tensor:
     bound = scale * inputs.advantages.abs() * factor
     bound = bound if inputs.weights is None else bound * inputs.weights.abs()
     if spec.level == "sequence" and spec.kind not in ("cispo", "vespo"):
+        bound = torch.where(inputs.mask != 0, bound, torch.zeros_like(bound))
         bound = inputs.mask / inputs.row_tokens * bound.sum(-1, keepdim=True)
     return bound
 

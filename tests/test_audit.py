@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,58 @@ def test_within_the_budget_there_is_no_alarm() -> None:
     with pytest.warns(HiloreWarning, match="over 63 microbatches"):
         log.add(error=1.9e-4, control=0.5e-4, norm=1.0, allowed=0.01)
     assert log.alarm
+
+
+def test_an_overflow_does_not_silence_audits() -> None:
+    """As where a loss scaler skips the update."""
+    log = AuditLog()
+    for bad in (math.inf, math.nan):
+        log.add(error=bad, control=bad, norm=bad, allowed=0.01)
+        log.add(error=bad, control=0.0, norm=bad, allowed=0.01)
+    assert (log.audits, log.unusable, log.error) == (0, 4, None)
+    for _ in range(LEAST_AUDITS - 1):
+        log.add(error=1.0, control=0.0, norm=1.0, allowed=0.01)
+    assert not log.alarm
+    with pytest.warns(HiloreWarning, match=f"over {LEAST_AUDITS} microbatches"):
+        log.add(error=1.0, control=0.0, norm=1.0, allowed=0.01)
+    assert log.alarm
+
+
+def test_a_plan_alone_that_overflows_is_an_error() -> None:
+    log = AuditLog()
+    for bad in (math.nan, 0.0, 0.0):
+        log.add(error=bad, control=0.0, norm=1.0, allowed=0.01)
+    with pytest.warns(HiloreWarning, match="gradient error of inf%"):
+        log.add(error=0.0, control=0.0, norm=1.0, allowed=0.01)
+    assert log.alarm
+
+
+@pytest.mark.parametrize("turn", [1, 2, 3])
+def test_what_was_accumulated_survives_a_run_that_fails(turn: int) -> None:
+    """Under its plan, as control or exactly: trainers that catch it go on with the gradients that were there."""
+    model = actor(dropout=0.0)
+    batch = microbatch_for(model)
+    runtime = attach(model, plan_set(encoded(model)), audit_every=1)
+    _, earlier = one_step(runtime, model, batch, audit=False)
+    turns = iter(range(1, 4))
+
+    def failing() -> Tensor:
+        if next(turns) == turn:
+            raise torch.OutOfMemoryError("out of memory")
+        return loss_of(model, batch)
+
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        runtime.microbatch(batch.advantages, batch.completion_mask, loss="bnpo") as microbatch,
+    ):
+        microbatch.audited(failing)
+    left = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert left.keys() == earlier.keys()
+    assert all(torch.equal(left[name], earlier[name]) for name in earlier)
+    assert runtime.stats.audit.audits == 0
+    model.zero_grad()
+    one_step(runtime, model, batch, audit=True)
+    assert runtime.stats.audit.audits == 1
 
 
 def test_a_plan_without_encoded_units_is_not_audited() -> None:

@@ -11,6 +11,9 @@ import pytest
 import hilore.planner.calibration_measure as measure
 from hilore.cli import main
 from hilore.planner.emit import solve_trace, write_plans
+from hilore.planner.files import OutputFileError
+from hilore.planner.gradient_error import Backward, Instrument
+from hilore.planner.microbatch import Microbatch
 from hilore.planner.rollouts import write_rollouts
 from hilore.planner.tracefile import load_trace, save_trace
 from hilore.planner.verify import reference_peaks
@@ -80,6 +83,50 @@ def test_verify_on_rollouts(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     data = json.loads(capsys.readouterr().out)
     assert "updates stay within 0.010%" in data["breaches"][0]
     assert data["plans"][0]["coverage"]["within"] < data["plans"][0]["coverage"]["updates"]
+
+
+def test_measurements_stay_until_the_trace_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (folder / "model.yaml").read_text()
+    (folder / "model.yaml").write_text(f"{text}calibration: {CALIBRATION}\n")
+
+    def full(_trace: object, path: object) -> None:
+        raise OutputFileError(f"{path}: cannot be written: No space left on device", path=str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hilore.planner.tracefile.save_trace", full)
+        assert main(["calibrate", "model.yaml", "--rollouts", "rollouts.jsonl"]) == 2
+    assert capsys.readouterr().err == "tiny.trace.json: cannot be written: No space left on device\n"
+    measured = (folder / "tiny.trace.json.calibration").read_bytes()
+    assert measured.count(b"\n") > 10
+    monkeypatch.setattr("hilore.planner.calibrate.Instrument", _NoRuns)
+    assert main(["calibrate", "model.yaml", "--rollouts", "rollouts.jsonl"]) == 0
+    assert load_trace(folder / "tiny.trace.json").calibration == tiny_calibrated().calibrated.calibration
+    assert not list(folder.glob("*.calibration"))
+
+
+class _NoRuns(Instrument):
+    def _backward(self, microbatch: Microbatch) -> Backward:
+        raise AssertionError("everything was measured")
+
+
+def test_verify_says_what_its_rollouts_lack(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calibrated = tiny_calibrated().calibrated
+    save_trace(calibrated, folder / "tiny.trace.json")
+    low, high = reference_peaks(calibrated)
+    solved = solve_trace(calibrated, budget_bytes=int(low + 0.3 * (high - low)), delta=4.0)
+    write_plans(solved, folder / "plans")
+    plans = [str(path) for path in sorted((folder / "plans").glob("*.json"))]
+    assert main(["verify", *plans, "--rollouts", "held-out.jsonl", "--risk-microbatches", "1"]) == 2
+    assert "--risk-microbatches 1: held-out.jsonl has" in capsys.readouterr().err
+    rows = [json.loads(line) for line in (folder / "held-out.jsonl").read_text().splitlines()]
+    for row in rows:
+        row.pop("reward", None)
+        row |= {"advantage": -1.0, "old_logps": [30.0] * len(row["completion_ids"])}
+    (folder / "clipped.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["verify", *plans, "--rollouts", "clipped.jsonl"]) == 2
+    assert "clipped.jsonl: every token is clipped, so that no gradient passes" in capsys.readouterr().err
 
 
 def test_what_goes_wrong_leaves_the_trace_as_it_was(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,6 +123,51 @@ def test_coefficients_equal_autograd(kind: str, level: str, move: float | None) 
         assert torch.all(found[data["mask"] == 0] == 0)
 
 
+@pytest.mark.parametrize("cap", [None, 4.0])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+def test_a_ratio_that_overflows_is_refused_also_where_it_is_clipped(kind: str, level: str, cap: float | None) -> None:
+    """0 times infinity: autograd's gradients are NaN there, and exposure 0 would pick the null regime."""
+    data = batch(0.4, torch.float32)
+    data["advantages"] = torch.full((ROWS,), 1.5)
+    data["old_logps"] = data["logps"] - 2000.0 * (torch.arange(ROWS) == 4).unsqueeze(1)
+    spec = LossSpec(kind=kind, level=level, ratio_cap=cap)
+    logps = data["logps"].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(reference_loss(spec, logps, data, None), logps)
+    assert gradient[4].isnan().all()
+    with pytest.raises(ExposureError, match="loss coefficient of row 4, token 0 is nan"):
+        token_coefficients(spec, **data)
+    with pytest.raises(ExposureError, match="loss coefficient of row 4, token 0 is nan"):
+        normalised_exposure(spec, **data)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("num_items", math.nan), ("num_items", math.inf), ("num_items", -5), ("vespo_positive", (2.0, -1.0))],
+)
+def test_options_out_of_their_range(option: str, value: object) -> None:
+    with pytest.raises(ExposureError, match=f"Loss option {option} is .* must be "):
+        LossSpec(kind="vespo", **{option: value})  # type: ignore[arg-type]
+
+
+def test_vespos_bound_holds_where_its_rate_is_at_its_least() -> None:
+    spec = LossSpec(kind="vespo", vespo_positive=(2.0, 0.0), vespo_negative=(0.0, 0.0))
+    data = batch(0.1)
+    data.pop("ref_logps")
+    exact = normalised_exposure(spec, **data)
+    assert 0 < exact <= exposure_before_forward(spec, **(data | {"logps": None}))
+
+
+def test_what_is_masked_cannot_make_a_bound_nan() -> None:
+    data = batch(0.1)
+    advantages = data["advantages"].unsqueeze(1).expand(ROWS, TOKENS).clone()
+    advantages[data["mask"] == 0] = math.nan
+    for level in ("token", "sequence"):
+        spec = LossSpec(level=level)
+        found = exposure_before_forward(spec, advantages, data["mask"], old_logps=data["old_logps"])
+        assert found == exposure_before_forward(spec, data["advantages"], data["mask"], old_logps=data["old_logps"])
+
+
 def test_every_clip_state_is_on_the_grid() -> None:
     states = set()
     for move in (0.05, -0.4, 1.0, -1.0):

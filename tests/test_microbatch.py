@@ -98,7 +98,7 @@ def test_single_rows_see_different_advantages() -> None:
     assert min(values) > 0.3
 
 
-@pytest.mark.parametrize("rewards", [[1.0] * 4, [0.0] * 3, [0.7]])
+@pytest.mark.parametrize("rewards", [[1.0] * 4, [0.0] * 3, [0.7], [0.1] * 8, [0.7] * 8])
 def test_a_flat_group_has_advantage_zero(rewards: list[float]) -> None:
     assert group_advantages(rewards) == [0.0] * len(rewards)
 
@@ -164,6 +164,18 @@ def test_prompts_are_padded_on_the_left() -> None:
         ('{"group": 0, "prompt_ids": [1], "completion_ids": [2]}', "neither reward nor advantage is given"),
         ('{"group": 0, "prompt_ids": [1], "completion_ids": [2], "reward": 1, "reward": 0}', "reward is given twice"),
         ("not json", "the line: Invalid JSON"),
+        (
+            '{"group": 0, "prompt_ids": [1], "completion_ids": [2], "reward": 1e200}',
+            "reward is 1e+200, more than 1e+15",
+        ),
+        (
+            '{"group": 0, "prompt_ids": [1], "completion_ids": [2], "reward": 1, "old_logps": [-1e30]}',
+            "old_logps holds -1e+30, which is no log-prob",
+        ),
+        (
+            '{"group": 0, "prompt_ids": [3], "completion_ids": [2], "reward": 1}',
+            "group 0: its prompt is not that of ",
+        ),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -185,7 +197,7 @@ def test_advantages_may_stand_for_rewards(tmp_path: Path) -> None:
 
 def test_a_row_that_does_not_fit_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
-    write_rollouts(path, [Rollout(0, (1,), (2,), 1.0), Rollout(0, (1, 500), (2,), 1.0)])
+    write_rollouts(path, [Rollout(0, (1,), (2,), 1.0), Rollout(1, (1, 500), (2,), 1.0)])
     found = read_recorded(path)
     message = rf"^{path}:2: prompt_ids holds token 500, the model's vocabulary has 128"
     with pytest.raises(RolloutFileError, match=message):
