@@ -170,7 +170,8 @@ class Microbatch:
         choice = self.choice
         plan = choice.plan if choice is not None else None
         held = sum(region.hold for region in plan.regions) if plan is not None else 0
-        gain = plan.predicted.gc_step_ns / plan.predicted.step_ns - 1 if plan is not None else 0.0
+        as_planned = plan is not None and choice is not None and not choice.demoted
+        gain = plan.predicted.gc_step_ns / plan.predicted.step_ns - 1 if plan is not None and as_planned else 0.0
         return StepStats(
             regime=plan.regime.label if plan is not None else "null" if self.null else "none",
             exposure=self.exposure,

@@ -40,7 +40,8 @@ class UnitStats:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One microbatch. ``gain`` is the predicted one over gradient checkpointing (0.1 = 10 %)."""
+    """One microbatch. ``gain`` is the predicted one over gradient checkpointing (0.1 = 10 %); 0 where L units are
+    recomputed, which nothing is predicted of."""
 
     regime: str
     exposure: float | None
@@ -57,6 +58,8 @@ class StepStats:
 class Stats:
     """Counters of one runtime. ``live_saved_bytes`` counts kept outputs that autograd still holds.
 
+    ``demotions``: microbatches whose exact exposure, known after the forward (``confirm``), lay above the regime of
+    their plan; ``over_exposure``: whose exposure lay above every regime beforehand. Either way L units are recomputed.
     ``outside``: forwards outside of ``runtime.microbatch``, whose L units are recomputed since nobody knows their
     exposure. ``encode_roles``: how many outputs of L units had which role (runtime/eligibility.py); activations were
     encoded.
@@ -138,6 +141,7 @@ class Stats:
             "hilore/exposure": last.exposure if last.exact_exposure is None else last.exact_exposure,
             "hilore/gain": last.gain,
             "hilore/demotions": self.demotions,
+            "hilore/over_exposure": self.over_exposure,
             "hilore/replays": self.replays,
             "hilore/unfit": sum(unit.unfit for unit in self.units.values()),
             "hilore/null_skipped": self.null_skipped,

@@ -126,6 +126,8 @@ def test_above_every_regime_the_highest_plan_runs_with_its_l_units_replayed(
     step = runtime.stats.steps[-1]
     assert (step.regime, step.demoted, step.fallback) == ("high", True, "exposure above every regime")
     assert (runtime.stats.over_exposure, runtime.stats.demotions) == (1, 0)
+    assert runtime.stats.log()["hilore/over_exposure"] == 1
+    assert step.gain == 0.0
     assert runtime.stats.units["model.layers.0.mlp.up_proj"].encoded_bytes == 0
     runtime.detach()
 

@@ -31,6 +31,8 @@ COMPUTE_LOSS = "compute_loss"
 SCORE = "_get_per_token_logps_and_entropies"
 LOSS = "_compute_loss"
 _LINK = "_hilore_link"
+# Counters since attach, where the other metrics are means over an update.
+SO_FAR = ("hilore/demotions", "hilore/over_exposure", "hilore/replays", "hilore/unfit", "hilore/null_skipped")
 MIB = 2**20
 
 
@@ -184,7 +186,7 @@ class Link:
             if key == "hilore/regime":
                 for label in (*REGIME_LABELS, "none"):
                     metrics[f"{key}_{label}"].append(float(label == value))
-            elif key in ("hilore/demotions", "hilore/replays", "hilore/unfit", "hilore/null_skipped"):
+            elif key in SO_FAR:
                 metrics[key] = [float(value)]
             elif value is not None:
                 metrics[key].append(float(value))
