@@ -75,7 +75,7 @@ def confirm(
     margin: Annotated[str | None, typer.Option("--margin", metavar="MIB", help="As for solve.")] = None,
     drift: Annotated[
         float | None,
-        typer.Option("--drift", help="What errors may rise by as training moves the policy, before delta; else 1.4."),
+        typer.Option("--drift", help="What errors may rise by as training moves the policy, before delta; else 1.3."),
     ] = None,
     trace_path: TraceOption = None,
     seed: Annotated[int, typer.Option("--seed", min=0, max=MOST_SEED, help="Of adapters, as for calibrate.")] = 0,

@@ -97,10 +97,10 @@ def confirm(setting: Setting) -> None:
         if any(one.is_for(target.budget_bytes, 0, delta) for one in trace.calibration.confirmed):
             continue
         rollouts = setting.file("confirmation.jsonl")
-        state = setting.file(f"confirmation-{delta:g}.state")
-        found = confirm_trace(
-            setting.spec, trace, target, tell(), rollouts=rollouts, state=state, seed=setting.given.seed
-        )
+        # One for all deltas: their exact runs are the same.
+        state = setting.file("confirmation.state")
+        options: dict[str, Any] = {"rollouts": rollouts, "state": state, "seed": setting.given.seed, "keep_state": True}
+        found = confirm_trace(setting.spec, trace, target, tell(), **options)
         save_trace(found.trace, setting.file("calibrated.trace.json"))
         for part in confirmation_parts(found):
             say(part)
