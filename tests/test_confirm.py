@@ -299,8 +299,10 @@ def test_what_is_refused(spec: ModelSpec, trace: Trace, file: Path) -> None:
         confirm_trace(spec, trace, target_of(trace, 0.0), rollouts=file)
     with pytest.raises(InfeasibleError, match=r"the smallest feasible budget is"):
         confirm_trace(spec, trace, replace(target_of(trace), budget_bytes=2**10), rollouts=file)
-    with pytest.raises(HiloreError, match=r"--drift 0.9: must be a finite number, 1 or more"):
+    with pytest.raises(HiloreError, match=r"--drift 0.9: must be a number from 1 to 100"):
         confirm_trace(spec, trace, replace(target_of(trace), drift=0.9), rollouts=file)
+    with pytest.raises(HiloreError, match=r"--drift 1e\+300: must be a number from 1 to 100"):
+        confirm_trace(spec, trace, replace(target_of(trace), drift=1e300), rollouts=file)
     sure = replace(spec, calibration=replace(spec.calibration, confidence=0.95))
     with pytest.raises(ConfidenceError, match=r"carry a confidence of at most 4/5, not 0.95"):
         confirm_trace(sure, trace, target_of(trace), rollouts=file)

@@ -42,10 +42,11 @@ def test_predicted_measured_and_fake_peaks_are_one(case: Case, tmp_path: Path, m
     # From the second microbatch on all are alike; four of them once.
     count = 4 if case is TESTED[0] else 2
     monkeypatch.setattr("bench.memory.spec_of", lambda case, folder: spec_of(case, folder, (LENGTH,), count))
-    rows = list(measure_case(case, tmp_path, fake=True))
+    fake = case in TESTED[:2]
+    rows = list(measure_case(case, tmp_path, fake=fake))
     assert len(rows) == 7
     for row in rows:
-        assert row.fake_bytes == row.measured_bytes, row
+        assert row.fake_bytes == (row.measured_bytes if fake else None), row
         assert row.holds, row
         # Under autocast the highest moment of a forward may come before all of its payloads are there.
         loose = "encoded" in row.policy and "autocast" in row.training
