@@ -53,7 +53,6 @@ def calibrate(
             rollouts=None if rollouts is None else Path(rollouts),
             state=state,
             seed=seed,
-            keep_state=True,
         )
     save_trace(calibrated, path)
     # Not before: hours of measurements are in it.
@@ -108,7 +107,6 @@ def confirm(
             rollouts=Path(rollouts),
             state=state,
             seed=seed,
-            keep_state=True,
         )
     save_trace(confirmation.trace, path)
     state.unlink(missing_ok=True)

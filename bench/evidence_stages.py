@@ -79,7 +79,6 @@ def calibrate(setting: Setting) -> None:
         rollouts=setting.file("calibration.jsonl"),
         state=setting.file("calibrated.trace.json.calibration"),
         seed=setting.given.seed,
-        keep_state=True,
     )
     save_trace(found, path)
     made = found.calibration
@@ -99,7 +98,7 @@ def confirm(setting: Setting) -> None:
         rollouts = setting.file("confirmation.jsonl")
         # One for all deltas: their exact runs are the same.
         state = setting.file("confirmation.state")
-        options: dict[str, Any] = {"rollouts": rollouts, "state": state, "seed": setting.given.seed, "keep_state": True}
+        options: dict[str, Any] = {"rollouts": rollouts, "state": state, "seed": setting.given.seed}
         found = confirm_trace(setting.spec, trace, target, tell(), **options)
         save_trace(found.trace, setting.file("calibrated.trace.json"))
         for part in confirmation_parts(found):
@@ -187,7 +186,7 @@ def held_out(setting: Setting, split: str) -> None:
             measured = measure_native(instrument, chosen, solved, store, tell())
         errors = native_errors(measured, setting.spec.loss.kind, accumulation=setting.spec.batch.accumulation)
         data["native"] = {one.name: asdict(error) for one, error in zip(solved, errors, strict=True)}
-    store.close(done=False)
+    store.close()
     setting.file(f"{split}.json").write_text(json.dumps(data, allow_nan=False, indent=1), encoding="utf-8")
     _print_split(split, data)
 
@@ -256,7 +255,7 @@ def risk(setting: Setting) -> None:
                 made[codec] = {score: asdict(one) for score, one in by_name.items()}
             shape = errors.absolute[len(references) :].shape
             exposed = int((errors.gradient2[len(references) :] > 0).sum())
-    store.close(done=False)
+    store.close()
     data = {
         "split": split,
         "microbatches": shape[0],

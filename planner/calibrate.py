@@ -67,23 +67,20 @@ def calibrate_trace(
     rollouts: Path | None = None,
     state: Path | None = None,
     seed: int = 0,
-    keep_state: bool = False,
 ) -> Trace:
     """The trace with risk and exposure measured as ``spec.calibration`` says.
 
     ``rollouts``: the file to read (source rollouts; by default ``calibration.path``), or to write and read (source
-    generate: one that is there is only read). ``state``: where measurements are kept until all are there, so that an
-    interrupted calibration goes on from them; the same seed gives the same trace either way. It goes when all is done
-    unless ``keep_state``. Raises HiloreError where spec and trace are not of one actor, RolloutFileError,
-    ConfidenceError, CalibrationStateError, UnsupportedModelError, SourceError.
+    generate: one that is there is only read). ``state``: where measurements are kept, so that an interrupted
+    calibration goes on from them; the same seed gives the same trace either way. It stays: remove it once the trace
+    is saved. Raises HiloreError where spec and trace are not of one actor, RolloutFileError, ConfidenceError,
+    CalibrationStateError, UnsupportedModelError, SourceError.
     """
     run, store = _opened(spec, trace, progress, rollouts, state, seed)
-    done = False
     try:
         calibrated, _ = run.calibrate()
-        done = True
     finally:
-        store.close(done=done and not keep_state)
+        store.close()
     return calibrated
 
 
@@ -95,7 +92,7 @@ def measurements_of(
     try:
         _, found = run.calibrate()
     finally:
-        store.close(done=False)
+        store.close()
     return found
 
 

@@ -76,13 +76,11 @@ class CalibrationState:
         self._append({"key": key, "value": value})
         return self._found[key]
 
-    def close(self, *, done: bool) -> None:
-        """``done``: the file has served its purpose and goes."""
+    def close(self) -> None:
+        """The file stays, for whoever goes on from it."""
         if self._file is not None:
             self._file.close()
             self._file = None
-        if done and self.path is not None:
-            self.path.unlink(missing_ok=True)
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if self._file is None or self.path is None:

@@ -116,13 +116,12 @@ def confirm_trace(
     rollouts: Path,
     state: Path | None = None,
     seed: int = 0,
-    keep_state: bool = False,
 ) -> Confirmation:
     """The trace with the factor that ``target`` is to be solved with, and the bound that its plans keep.
 
     ``rollouts``: best others than calibration's. ``spec.calibration`` says how many microbatches and what confidence.
-    ``state`` and ``keep_state`` as for calibrate_trace. Raises HiloreError where the trace was not calibrated on
-    rollouts, RolloutFileError, ConfidenceError, CalibrationStateError, InfeasibleError, ConfirmationError.
+    ``state`` as for calibrate_trace. Raises HiloreError where the trace was not calibrated on rollouts,
+    RolloutFileError, ConfidenceError, CalibrationStateError, InfeasibleError, ConfirmationError.
     """
     tell = progress or (lambda _label, _done, _total: None)
     refuse_calibration(spec, estimated=trace.estimated)
@@ -134,7 +133,6 @@ def confirm_trace(
     native = build_actor(spec, device=torch.device(spec.device.kind), live_adapters=True, seed=seed)
     recording = recorded(native, rollouts)
     store = CalibrationState(state, identity_of(spec, trace, recording, seed))
-    done = False
     try:
         batches = tuple(with_reference(native, batch) for batch in recording.microbatches)
         exposed = [place for place, batch in enumerate(batches) if not is_null(spec.loss, batch)]
@@ -147,9 +145,8 @@ def confirm_trace(
         found = chosen_of(trials)
         if found is None:
             raise _none_kept(trials, spec, target)
-        done = True
     finally:
-        store.close(done=done and not keep_state)
+        store.close()
     confirmed = Confirmed(
         budget_bytes=target.budget_bytes,
         margin_bytes=target.margin_bytes,

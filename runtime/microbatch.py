@@ -170,13 +170,13 @@ class Microbatch:
         choice = self.choice
         plan = choice.plan if choice is not None else None
         held = sum(region.hold for region in plan.regions) if plan is not None else 0
-        as_planned = plan is not None and choice is not None and not choice.demoted
-        gain = plan.predicted.gc_step_ns / plan.predicted.step_ns - 1 if plan is not None and as_planned else 0.0
+        demoted = choice.demoted if choice is not None else False
+        gain = 0.0 if plan is None or demoted else plan.predicted.gc_step_ns / plan.predicted.step_ns - 1
         return StepStats(
             regime=plan.regime.label if plan is not None else "null" if self.null else "none",
             exposure=self.exposure,
             exact_exposure=self.exact_exposure,
-            demoted=choice.demoted if choice is not None else False,
+            demoted=demoted,
             regions_replayed=self.regions_run - held if plan is not None else self.regions_run,
             regions_held=held,
             gain=gain,

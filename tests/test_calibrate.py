@@ -94,7 +94,7 @@ def test_plans_say_that_they_are_calibrated_and_how_surely(calibrated: Trace) ->
 
 def test_what_a_kept_state_measured(spec: ModelSpec, trace: Trace, calibrated: Trace, tmp_path: Path) -> None:
     state, path = tmp_path / "state", spec.beside(spec.calibration.path)
-    made = calibrate_trace(spec, trace, rollouts=path, state=state, keep_state=True)
+    made = calibrate_trace(spec, trace, rollouts=path, state=state)
     assert made.calibration == calibrated.calibration
     before = state.read_bytes()
     found = measurements_of(spec, trace, rollouts=path, state=state)
@@ -146,7 +146,6 @@ def test_interrupted_and_resumed_it_gives_the_same_bytes(
         else:
             resumed = calibrate_trace(spec, trace, state=state)
     assert save(resumed, tmp_path / "resumed.json") == expected
-    assert not state.exists()
     # 4 microbatches: 2 exact passes, 3 for the fit, 4 plans; a stop costs one pass and an exact one again at most.
     assert sum(passes) <= 4 * (2 + 3 + SCORED_PLANS) + 2 * 2
     assert passes[2] < 4 * (2 + 3 + SCORED_PLANS) - 20

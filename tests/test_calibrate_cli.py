@@ -15,6 +15,7 @@ from hilore.planner.files import OutputFileError
 from hilore.planner.gradient_error import Backward, Instrument
 from hilore.planner.microbatch import Microbatch
 from hilore.planner.rollouts import write_rollouts
+from hilore.planner.trace import Trace
 from hilore.planner.tracefile import load_trace, save_trace
 from hilore.planner.verify import reference_peaks
 from hilore.runtime.planfile import load_plan
@@ -62,13 +63,17 @@ def test_calibrate_updates_the_trace_that_solve_and_verify_then_use(
     capsys.readouterr()
 
 
-def test_verify_on_rollouts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    calibrated = tiny_calibrated().calibrated
+def solved(folder: Path, calibrated: Trace, delta: float) -> list[str]:
+    """The trace and its plans in ``folder``; their paths."""
     save_trace(calibrated, folder / "tiny.trace.json")
     low, high = reference_peaks(calibrated)
-    solved = solve_trace(calibrated, budget_bytes=int(low + 0.3 * (high - low)), delta=4.0)
-    write_plans(solved, folder / "plans")
-    plans = [str(path) for path in sorted((folder / "plans").glob("*.json"))]
+    write_plans(solve_trace(calibrated, budget_bytes=int(low + 0.3 * (high - low)), delta=delta), folder / "plans")
+    return [str(path) for path in sorted((folder / "plans").glob("*.json"))]
+
+
+def test_verify_on_rollouts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calibrated = tiny_calibrated().calibrated
+    plans = solved(folder, calibrated, 4.0)
     assert main(["verify", *plans, "--rollouts", "held-out.jsonl", "--risk-microbatches", "3"]) == 0
     out = capsys.readouterr().out
     assert "updates of 2 of 12 microbatches" in out
@@ -77,8 +82,7 @@ def test_verify_on_rollouts(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     # Calibration that promised far too much.
     lying = replace(calibrated.calibration, risks=tuple(replace(r, kappa2=1e-12) for r in calibrated.calibration.risks))
     wrong = replace(calibrated, calibration=lying)
-    save_trace(wrong, folder / "tiny.trace.json")
-    write_plans(solve_trace(wrong, budget_bytes=int(low + 0.3 * (high - low)), delta=0.01), folder / "plans")
+    plans = solved(folder, wrong, 0.01)
     assert main(["verify", *plans, "--rollouts", "held-out.jsonl", "--json"]) == 6
     data = json.loads(capsys.readouterr().out)
     assert "updates stay within 0.010%" in data["breaches"][0]
@@ -112,12 +116,7 @@ class _NoRuns(Instrument):
 
 
 def test_verify_says_what_its_rollouts_lack(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    calibrated = tiny_calibrated().calibrated
-    save_trace(calibrated, folder / "tiny.trace.json")
-    low, high = reference_peaks(calibrated)
-    solved = solve_trace(calibrated, budget_bytes=int(low + 0.3 * (high - low)), delta=4.0)
-    write_plans(solved, folder / "plans")
-    plans = [str(path) for path in sorted((folder / "plans").glob("*.json"))]
+    plans = solved(folder, tiny_calibrated().calibrated, 4.0)
     assert main(["verify", *plans, "--rollouts", "held-out.jsonl", "--risk-microbatches", "1"]) == 2
     assert "--risk-microbatches 1: held-out.jsonl has" in capsys.readouterr().err
     rows = [json.loads(line) for line in (folder / "held-out.jsonl").read_text().splitlines()]

@@ -141,7 +141,7 @@ def test_held_out_updates_are_those_of_gradients_added_up(
 ) -> None:
     store = CalibrationState(tmp_path / "state", {"a": 1})
     found = held_out(instrument, trace, batches, store)
-    store.close(done=False)
+    store.close()
     psi = [one.psi for one in found.measured]
     assert [one[0] for one in found.regimes] == ["low" if p <= 0.6 else "high" for p in psi]
     assert {one[0] for one in found.regimes} == {"low", "high"}

@@ -27,7 +27,7 @@ def test_a_calibration_on_a_part_of_its_microbatches(tmp_path: Path, monkeypatch
     monkeypatch.setattr(measure, "FIT_PASSES", FEW_PASSES)
     made, state = tiny_calibrated(), tmp_path / "state"
     rollouts = made.spec.beside(made.spec.calibration.path)
-    calibrate_trace(made.spec, made.trace, rollouts=rollouts, state=state, keep_state=True)
+    calibrate_trace(made.spec, made.trace, rollouts=rollouts, state=state)
     found = measurements_of(made.spec, made.trace, rollouts=rollouts, state=state)
     part = _part(found, found.exposed[1:3])
     assert part.exposed == (0, 1)
